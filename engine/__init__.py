@@ -1,0 +1,1 @@
+"""Model, weights, KV cache and block pool: what target and drafter share."""

@@ -1,0 +1,1 @@
+"""The memory that target and drafter share, and the ways to wait on it."""

@@ -1,0 +1,1 @@
+"""What users talk to: scheduling, step orchestration, REST and gRPC."""

@@ -1,0 +1,1 @@
+"""Attention over a paged cache behind one interface: plan once a step, run once a layer."""

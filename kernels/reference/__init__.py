@@ -1,0 +1,1 @@
+"""Plain torch kernels: obviously right, and the CPU backend."""

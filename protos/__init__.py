@@ -1,0 +1,1 @@
+"""outrider.v1: the messages and services, and the stubs generated from them."""
