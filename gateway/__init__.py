@@ -1,1 +1,1 @@
-"""What users talk to: scheduling, step orchestration, REST and gRPC."""
+"""What do users talk to? Scheduling, step orchestration, OpenAI REST, public gRPC and metrics; never the model itself."""
