@@ -1,0 +1,59 @@
+"""What every test may ask for: reserved localhost ports, and processes that never outlive the test that started them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ports import ReservedPort
+from tests.processes import ProcessGroup
+
+# Before torch is first imported, and for every process a test starts: the machines that run the tests have few cores, and
+# many small tensors are slower, not faster, on several threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def single_torch_thread() -> None:
+    """Run torch on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def reserve_port() -> Iterator[type[ReservedPort]]:
+    """`reserve_port()` gives a ReservedPort; all of them are given back when the test ends."""
+    held: list[ReservedPort] = []
+
+    class Held(ReservedPort):
+        """A reservation that this fixture gives back."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            held.append(self)
+
+    yield Held
+    for port in held:
+        port.close()
+
+
+@pytest.fixture
+def free_port(reserve_port: type[ReservedPort]) -> int:
+    """One free localhost port, reserved until the test ends (see ReservedPort)."""
+    return reserve_port().port
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[ProcessGroup]:
+    """Starts processes and ends them, and whatever they started, with the test."""
+    group = ProcessGroup(tmp_path)
+    try:
+        yield group
+    finally:
+        group.close()
