@@ -1,1 +1,1 @@
-"""Model, weights, KV cache and block pool: what target and drafter share."""
+"""What do target and drafter share? The model, its weights, its KV cache and blocks, and the channel between them."""
