@@ -1,1 +1,1 @@
-"""Attention over a paged cache behind one interface: plan once a step, run once a layer."""
+"""Paged attention behind one interface: plan once a step, run once a layer (interface.py)."""

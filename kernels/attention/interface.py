@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-PAD_SLOT = -1
+from kernels.layout import PAD_SLOT as PAD_SLOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,14 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """A way to run paged attention. `num_heads`, `num_kv_heads`, `head_dim`, `scale`, `window` are fixed when it is made."""
+    """A way to run paged attention. `num_heads`, `num_kv_heads`, `head_dim`, `scale`, `window` are fixed when it is
+    made.
+    """
 
-    name: str
-    needs_host_lens: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_host_lens(self) -> bool: ...
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan: ...

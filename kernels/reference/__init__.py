@@ -1,1 +1,1 @@
-"""Plain torch kernels: obviously right, and the CPU backend."""
+"""Every kernel in plain torch, on any device: what the GPU kernels are checked against, and what runs on a CPU."""
