@@ -1,0 +1,179 @@
+"""How do TargetService's protobuf messages and the service's own values translate into each other?
+
+Reading never fails: a message that means nothing becomes an `Unreadable` command, which is answered by a fault.
+"""
+
+from __future__ import annotations
+
+from engine.errors import ProtocolError
+from protos import common_pb2, target_pb2
+from target_service.messages import (
+    Admission,
+    AdmissionReply,
+    AdmissionStatus,
+    Capacity,
+    Command,
+    Event,
+    FaultReply,
+    Hello,
+    ReleaseReply,
+    ReleaseRequest,
+    RowRequest,
+    RowStatus,
+    RowVerdict,
+    SamplingSettings,
+    ServiceInfo,
+    StepReply,
+    StepRequest,
+    Unreadable,
+)
+
+_ADMIT_STATUS = {
+    AdmissionStatus.OK: common_pb2.ADMIT_STATUS_OK,
+    AdmissionStatus.NO_SEAT: common_pb2.ADMIT_STATUS_NO_SEAT,
+    AdmissionStatus.INVALID: common_pb2.ADMIT_STATUS_INVALID,
+}
+_ROW_STATUS = {
+    RowStatus.OK: target_pb2.ROW_STATUS_OK,
+    RowStatus.STARVED: target_pb2.ROW_STATUS_STARVED,
+    RowStatus.UNKNOWN: target_pb2.ROW_STATUS_UNKNOWN,
+}
+
+
+def command_from_proto(message: target_pb2.TargetCommand) -> Command:
+    """The command a gateway sent; `Unreadable` when the message holds none that this version knows."""
+    match message.WhichOneof("command"):
+        case "hello":
+            return Hello(message.hello.gateway_id)
+        case "admit":
+            return _admission(message.admit)
+        case "plan":
+            return _step_request(message.plan)
+        case "release":
+            return ReleaseRequest(message.release.request_id, message.release.epoch)
+        case _:
+            return Unreadable(ProtocolError("command: the message holds none that this target knows"))
+
+
+def event_to_proto(event: Event) -> target_pb2.TargetEvent:
+    """The event as the gateway reads it."""
+    match event:
+        case StepReply():
+            return target_pb2.TargetEvent(result=_step_result(event))
+        case AdmissionReply():
+            return target_pb2.TargetEvent(
+                admitted=common_pb2.Admitted(
+                    request_id=event.request_id,
+                    epoch=event.epoch,
+                    status=_ADMIT_STATUS[event.status],
+                    cached_len=event.cached_len,
+                    field=event.field,
+                    detail=event.detail,
+                    capacity=_capacity(event.capacity),
+                )
+            )
+        case ReleaseReply():
+            return target_pb2.TargetEvent(
+                released=common_pb2.Released(
+                    request_id=event.request_id, epoch=event.epoch, capacity=_capacity(event.capacity)
+                )
+            )
+        case ServiceInfo():
+            return target_pb2.TargetEvent(info=_info(event))
+        case FaultReply():
+            return target_pb2.TargetEvent(
+                fault=target_pb2.Fault(
+                    kind=event.kind, detail=event.detail, seq=event.seq, request_id=event.request_id
+                )
+            )
+
+
+def _admission(message: common_pb2.AdmitRequest) -> Admission:
+    return Admission(
+        request_id=message.request_id,
+        epoch=message.epoch,
+        token_ids=tuple(message.token_ids),
+        prompt_len=message.prompt_len,
+        max_total_len=message.max_total_len,
+        sampling=_sampling(message.sampling),
+    )
+
+
+def _sampling(message: common_pb2.SamplingParams) -> SamplingSettings:
+    seed = message.seed
+    return SamplingSettings(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.top_p != 0 else 1.0,
+        min_p=message.min_p,
+        seed=seed - (1 << 64) if seed >= 1 << 63 else seed,
+        seeded=message.seeded,
+        repetition_penalty=message.repetition_penalty if message.repetition_penalty != 0 else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        num_logprobs=message.num_logprobs,
+    )
+
+
+def _step_request(message: common_pb2.StepPlan) -> StepRequest:
+    return StepRequest(
+        seq=message.seq,
+        channel_id=message.channel_id,
+        channel_epoch=message.channel_epoch,
+        rows=tuple(
+            RowRequest(row.request_id, row.epoch, row.context_len, row.query_len, row.verify_len, row.samples)
+            for row in message.rows
+        ),
+        drafts_from_seq=message.drafts_from_seq,
+        deadline_ms=message.deadline_ms,
+    )
+
+
+def _capacity(capacity: Capacity) -> common_pb2.Capacity:
+    return common_pb2.Capacity(free_seats=capacity.free_seats, free_blocks=capacity.free_blocks)
+
+
+def _step_result(reply: StepReply) -> target_pb2.StepResult:
+    times = reply.times
+    return target_pb2.StepResult(
+        seq=reply.seq,
+        rows=[_row_result(row) for row in reply.rows],
+        capacity=_capacity(reply.capacity),
+        wait_ms=times.wait_ms,
+        forward_ms=times.forward_ms,
+        verify_ms=times.verify_ms,
+        total_ms=times.total_ms,
+        drafts_missed=reply.drafts_missed,
+    )
+
+
+def _row_result(row: RowVerdict) -> target_pb2.RowResult:
+    return target_pb2.RowResult(
+        request_id=row.request_id,
+        epoch=row.epoch,
+        status=_ROW_STATUS[row.status],
+        token_ids=row.token_ids,
+        num_accepted=row.num_accepted,
+        num_drafted=row.num_drafted,
+        context_len=row.context_len,
+        logprobs=[
+            target_pb2.TokenLogprobs(logprob=item.logprob, top_ids=item.top_ids, top_logprobs=item.top_logprobs)
+            for item in row.logprobs
+        ],
+    )
+
+
+def _info(info: ServiceInfo) -> target_pb2.TargetInfo:
+    return target_pb2.TargetInfo(
+        instance_id=info.instance_id,
+        model=info.model,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        num_seats=info.num_seats,
+        max_step_tokens=info.max_step_tokens,
+        eos_token_ids=info.eos_token_ids,
+        max_verify_len=info.max_verify_len,
+    )

@@ -1,0 +1,69 @@
+"""What can be set about a target?
+
+The `target:` section of the config file. The defaults suit one CPU machine; a mistake is one line naming the key.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from engine.config_file import SectionModel
+
+ChannelKind = Literal["shm", "bytes"]
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("must be HOST:PORT")
+    return value
+
+
+class TargetConfig(SectionModel):
+    """Settings of one target process.
+
+    listen: HOST:PORT; port 0 takes a free one (the ready line tells which).
+    num_blocks: KV blocks that requests can hold at once. max_model_len: None, the model's own; never above it.
+    max_step_tokens: largest sum of query_len in one plan. max_verify_len: most drafts a row verifies in a step.
+    threads: torch's intra-op threads, None: torch's choice.
+    trim_absent_drafts: cut a row's query to its real drafts before the forward (the host sees them in lockstep).
+    channel_kinds: what drafters may use; `shm` needs one host. channel_depth: steps that a channel holds.
+    heartbeat_deadline_s: a drafter whose heartbeat is older is not waited for. drafter_lease_s: after that long without
+    a heartbeat its channel is closed and its memory freed.
+    max_wait_ms: upper bound of a plan's deadline_ms.
+    command_queue, event_queue: bounds of what waits for the device, and of what waits for one gateway to read.
+    drain_s: how long SIGTERM waits for running requests.
+    check_integrity: check blocks and seats after every command; a fault is reported as such. For tests and debugging.
+    """
+
+    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:50051"
+    device: Literal["cpu"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["torch"] = "torch"
+    block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(16, ge=1, le=1024)
+    num_blocks: int = Field(1024, ge=1, le=1 << 24)
+    num_seats: int = Field(32, ge=1, le=4096)
+    max_model_len: int | None = Field(None, ge=2)
+    max_step_tokens: int = Field(512, ge=1, le=1 << 20)
+    max_verify_len: int = Field(7, ge=0, le=64)
+    threads: int | None = Field(None, ge=1, le=1024)
+    prefix_caching: bool = True
+    trim_absent_drafts: bool = True
+    channel_kinds: tuple[ChannelKind, ...] = Field(("shm", "bytes"), min_length=1)
+    channel_depth: int = Field(4, ge=2, le=64)
+    max_channels: int = Field(8, ge=1, le=256)
+    heartbeat_deadline_s: float = Field(2.0, gt=0, le=600)
+    drafter_lease_s: float = Field(10.0, gt=0, le=3600)
+    max_wait_ms: int = Field(5000, ge=0, le=600_000)
+    command_queue: int = Field(1024, ge=1, le=1 << 20)
+    event_queue: int = Field(1024, ge=1, le=1 << 20)
+    drain_s: float = Field(5.0, ge=0, le=3600)
+    check_integrity: bool = False
