@@ -40,7 +40,7 @@ class TokenText:
         self._stopped = False
 
     def push(self, token_ids: Sequence[int]) -> TextStep:
-        """Take the next committed tokens. Special tokens give no text. After a stop string nothing is taken any more."""
+        """Take the next committed tokens. Special tokens give no text. After a stop string nothing more is taken."""
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
             if self._stopped:
