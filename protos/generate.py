@@ -1,8 +1,8 @@
 """How are the committed stubs made from the .proto files?
 
-`python protos/generate.py` writes `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` beside the .proto files. The generator's version
-is fixed: protobuf and grpcio refuse a runtime older than the generator, so stubs of 1.76.0 load on grpcio >= 1.76 and on
-protobuf 6.31.1 to 7.x. The proto root is the repository root, so that stubs say `from protos import ...` without rewriting.
+`python protos/generate.py` writes `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` beside the .proto files. The generator's
+version is fixed: protobuf and grpcio refuse a runtime older than the generator, so stubs of 1.76.0 load on grpcio >= 1.76
+and on protobuf 6.31.1 to 7.x. The proto root is the repository root: stubs say `from protos import ...` as they are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def generate(out: Path) -> list[Path]:
 def main() -> int:
     """Generate into the tree, or into `--out DIR`; prints one line per file."""
     parser = argparse.ArgumentParser(description="Generate the gRPC stubs from protos/*.proto.")
-    parser.add_argument("--out", type=Path, default=ROOT, help="root to write protos/*_pb2* under (default: the repository)")
+    parser.add_argument("--out", type=Path, default=ROOT, help="write protos/*_pb2* under it (default: the repository)")
     out: Path = parser.parse_args().out
     for path in generate(out):
         sys.stdout.write(f"{path}\n")

@@ -1,4 +1,4 @@
-"""What every test may ask for: reserved localhost ports, and processes that never outlive the test that started them."""
+"""What every test may ask for: reserved localhost ports, and processes that never outlive their test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.ports import ReservedPort
 from tests.processes import ProcessGroup
 
-# Before torch is first imported, and for every process a test starts: the machines that run the tests have few cores, and
-# many small tensors are slower, not faster, on several threads.
+# Before torch is first imported, and for every process a test starts: the machines that run the tests have few cores,
+# and many small tensors are slower, not faster, on several threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

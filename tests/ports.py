@@ -1,8 +1,8 @@
 """How does a test get a localhost port that nobody else takes before its server does?
 
 By binding it and keeping it bound, without listening. On Linux a second socket may bind such a port when both ask for
-SO_REUSEADDR and neither listens yet: gRPC servers and asyncio's (so uvicorn) do ask for it. Port-0 binds and outgoing connections
-of anybody else avoid it as long as it is held, over restarts of the server too.
+SO_REUSEADDR and neither listens yet: gRPC servers and asyncio's (so uvicorn) do ask for it. Port-0 binds and outgoing
+connections of anybody else avoid it as long as it is held, over restarts of the server too.
 """
 
 from __future__ import annotations

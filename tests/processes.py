@@ -1,7 +1,7 @@
 """How does a test start real processes, wait for what they print, and leave none behind?
 
-Each runs in a session of its own, so that the whole group can be ended; its output (both streams) is read by a thread, kept, and
-written to a log file in the test's folder.
+Each runs in a session of its own, so that the whole group can be ended; its output (both streams) is read by a thread,
+kept, and written to a log file in the test's folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TestProcess:
             return "".join(self._lines)
 
     def wait_for_line(self, pattern: str, deadline_s: float = 30.0) -> re.Match[str]:
-        """The first line that `pattern` is found in. AssertionError with the output when it ends or the deadline passes first."""
+        """The first line with `pattern` in it; AssertionError with the output when the end or the deadline is first."""
         compiled = re.compile(pattern)
         end = time.monotonic() + deadline_s
         seen = 0
