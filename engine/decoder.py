@@ -50,7 +50,8 @@ class DecoderLayer:
 class Decoder:
     """A dense decoder ready to run. Weights never change after loading; run it under torch.inference_mode().
 
-    embed_weight, lm_head_weight: [V, H], the same tensor where the model ties them.
+    embed_weight, lm_head_weight: [V, H], the same tensor where the model ties them. An untied lm_head_weight is a copy
+    wherever the product is packed (see PackedLinear).
     groups: the KV groups; `forward` takes one plan for each, in this order.
     """
 
@@ -71,8 +72,10 @@ class Decoder:
         self.embed_weight = loader.tensor("model.embed_tokens.weight", vocab)
         self.layers = tuple(loader.layer(index) for index in range(config.num_layers))
         self.final_norm = loader.tensor("model.norm.weight", (config.hidden_size,))
-        self.lm_head_weight = self.embed_weight if config.tie_embeddings else loader.tensor("lm_head.weight", vocab)
-        self._lm_head = PackedLinear(self.lm_head_weight)
+        # Tied: one tensor in memory for the embedding, and the product's own (packed) form of it.
+        self._lm_head = PackedLinear(
+            self.embed_weight if config.tie_embeddings else loader.tensor("lm_head.weight", vocab)
+        )
         self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=self.device)
 
     @classmethod
@@ -96,6 +99,10 @@ class Decoder:
     ) -> Decoder:
         """With weights drawn from `seed`: the same on every device and machine."""
         return cls(config, RandomWeights(seed), dtype, device)
+
+    @property
+    def lm_head_weight(self) -> torch.Tensor:
+        return self.embed_weight if self.config.tie_embeddings else self._lm_head.weight
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A zeroed cache of this model's shape, dtype and device."""
