@@ -1,8 +1,9 @@
 """How is an EAGLE-3 head read from and written to a directory?
 
-Both public layouts are read: `original` (SafeAILab, SpecForge) names the layer `midlayer.*` and may come as `pytorch_model.bin`;
-`speculators` names it `layers.0.*`. Both have `fc.weight`, `norm.weight`, `lm_head.weight`, and `d2t` (int64 offsets), `t2d` (bool)
-where the draft vocabulary is reduced; `embed_tokens.weight` is optional. Written is the original layout.
+Both public layouts are read: `original` (SafeAILab, SpecForge) names the layer `midlayer.*` and may come as
+`pytorch_model.bin`; `speculators` names it `layers.0.*`. Both have `fc.weight`, `norm.weight`, `lm_head.weight`, and
+`d2t` (int64 offsets), `t2d` (bool) where the draft vocabulary is reduced; `embed_tokens.weight` is optional. Written is
+the original layout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drafter_service.eagle3.config import Eagle3Config, read_config, write_config
-from drafter_service.eagle3.head import Eagle3Head
+from drafter_service.eagle3.head import Eagle3Head, Norm
 from engine.errors import ModelError
 
 _LAYER_PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.")
@@ -54,7 +55,7 @@ def load_head(directory: str | Path, dtype: torch.dtype, device: torch.device) -
 
 
 def save_head(head: Eagle3Head, directory: str | Path, with_embedding: bool = False) -> None:
-    """Write the head in the original layout: `config.json` and `model.safetensors`. The directory is made where missing."""
+    """Write the head in the original layout: `config.json`, `model.safetensors`. Makes the directory."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     tensors = {_layer_name(name): part.detach().cpu().clone() for name, part in _parts(head)}
@@ -66,7 +67,7 @@ def save_head(head: Eagle3Head, directory: str | Path, with_embedding: bool = Fa
 
 
 def random_head(config: Eagle3Config, dtype: torch.dtype, device: torch.device, seed: int) -> Eagle3Head:
-    """A head with random weights (normal, deviation 0.02; norms at 1) and a draft vocabulary of evenly spread target ids."""
+    """A head with random weights (deviation 0.02; norms 1) and a draft vocabulary of evenly spread target ids."""
     generator = torch.Generator().manual_seed(seed)
     head = Eagle3Head(config)
     with torch.no_grad():
@@ -92,7 +93,9 @@ def _parts(head: Eagle3Head) -> list[tuple[str, torch.Tensor]]:
             raise ModelError("a packed EAGLE-3 head has no checkpoint form")
         for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
             if fused is not None:
-                parts.extend((f"{name}.{kind}", part) for name, part in zip(names, fused.data.split(sizes), strict=True))
+                parts.extend(
+                    (f"{name}.{kind}", part) for name, part in zip(names, fused.data.split(sizes), strict=True)
+                )
 
     add(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (heads_width, kv_width, kv_width), head.qkv_proj)
     add(("self_attn.o_proj",), (config.hidden_size,), head.o_proj)
@@ -105,7 +108,9 @@ def _parts(head: Eagle3Head) -> list[tuple[str, torch.Tensor]]:
     if head.input_norm is not None:
         parts.append(("input_norm.weight", head.input_norm.weight.data))
     if head.fc_norm is not None:
-        parts.extend((f"fc_norm.{index}.weight", norm.weight.data) for index, norm in enumerate(head.fc_norm))
+        for index, norm in enumerate(head.fc_norm.children()):
+            if isinstance(norm, Norm):
+                parts.append((f"fc_norm.{index}.weight", norm.weight.data))
     return parts
 
 

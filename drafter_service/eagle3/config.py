@@ -3,10 +3,11 @@
 `original` (SafeAILab, SpecForge): a Llama config with `draft_vocab_size` and, optionally, `eagle_config`.
 `speculators`: `speculators_model_type: eagle3` with the layer's own config under `transformer_layer_config`.
 
-The captured layers are named in two conventions in public files; this package has one: **0-based index of the decoder layer
-whose output is captured** (the residual stream after it, before the next layer's norm; transformers' `hidden_states[i + 1]`).
-`eagle_config.eagle_aux_hidden_state_layer_ids` is written that way; a top-level `eagle_aux_hidden_state_layer_ids` (speculators,
-vLLM) counts the embedding as 0, so its j is our j - 1. The published default (2, L // 2, L - 3) is in the second convention.
+The captured layers are named in two conventions in public files; this package has one: the 0-based index of the decoder
+layer whose *output* is captured (the residual stream after it, before the next layer's norm; transformers'
+`hidden_states[i + 1]`). `eagle_config.eagle_aux_hidden_state_layer_ids` (SpecForge) is written that way; a top-level
+`eagle_aux_hidden_state_layer_ids` (speculators, vLLM) counts layer *inputs*, so its j is our j - 1. The published
+default (2, L // 2, L - 3) is in the second convention.
 """
 
 from __future__ import annotations
@@ -17,23 +18,21 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
-
-# Rotary kinds whose frequencies don't change with the length seen.
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+from engine.model_config import rope_frequencies
 
 
 def default_hidden_layers(num_layers: int) -> tuple[int, int, int]:
     """The three target layers whose output EAGLE-3 captures, for a target of `num_layers` decoder layers.
 
-    (1, L // 2 - 1, L - 4): the published choice, as indices of layer outputs. Small targets, where these would fall below 0,
-    are clamped; a layer may then come twice.
+    The published choice, (1, L // 2 - 1, L - 4) as outputs. A target too small for it: first, middle and last layer.
     """
     if num_layers < 1:
         raise ModelError(f"a target has at least one layer, got {num_layers}")
-    return (min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4))
+    if num_layers < 4:
+        return (0, num_layers // 2, num_layers - 1)
+    return (1, num_layers // 2 - 1, num_layers - 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,9 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ModelError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+            raise ModelError(
+                f"num_attention_heads {self.num_heads}: not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ModelError(f"draft_vocab_size {self.draft_vocab_size} is not in 1..vocab_size ({self.vocab_size})")
         if self.hidden_layers and len(self.hidden_layers) != self.num_captured:
@@ -109,11 +110,8 @@ def layer_config(config: Eagle3Config) -> LlamaConfig:
 
 def rotary_frequencies(config: Eagle3Config) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [head_dim / 2] float32 and the factor on cos and sin."""
-    kind = config.rope.get("rope_type", "default")
-    if kind not in _STATIC_ROPE:
-        raise ModelError(f"rope_type {kind!r} in an EAGLE-3 head; known: {', '.join(_STATIC_ROPE)}")
-    rotary = LlamaRotaryEmbedding(layer_config(config))
-    return rotary.inv_freq.detach().clone().float(), float(rotary.attention_scaling)
+    inv_freq, factor = rope_frequencies(layer_config(config), config.head_dim)
+    return torch.tensor(inv_freq, dtype=torch.float32), factor
 
 
 def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
@@ -129,20 +127,20 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         raise ModelError(f"num_hidden_layers is {layer_raw['num_hidden_layers']}: an EAGLE-3 head has one layer")
     if layer_raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act is {layer_raw['hidden_act']!r}, only 'silu' is known")
-    fields = {name: value for name, value in layer_raw.items() if name not in ("architectures", "auto_map", "dtype", "torch_dtype")}
-    layer = LlamaConfig.from_dict(fields)
+    ignored = ("architectures", "auto_map", "dtype", "torch_dtype", "model_type")
+    layer = LlamaConfig.from_dict({name: value for name, value in layer_raw.items() if name not in ignored})
     vocab_size = int(raw.get("target_vocab_size") or layer.vocab_size)
     return Eagle3Config(
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
         num_heads=layer.num_attention_heads,
-        num_kv_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
+        num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
+        head_dim=layer.head_dim or layer.hidden_size // layer.num_attention_heads,
         rms_eps=layer.rms_norm_eps,
         vocab_size=vocab_size,
         draft_vocab_size=int(raw.get("draft_vocab_size") or vocab_size),
         target_hidden_size=int(raw.get("target_hidden_size") or layer.hidden_size),
-        rope=dict(layer.rope_parameters),
+        rope=dict(layer.rope_parameters or {}),
         max_len=layer.max_position_embeddings,
         hidden_layers=_read_hidden_layers(raw),
         attention_bias=bool(layer.attention_bias),
@@ -155,7 +153,7 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
 
 
 def write_config(config: Eagle3Config) -> dict[str, Any]:
-    """`config.json` of the original layout. The captured layers are given in both conventions, so that others read them too."""
+    """`config.json` of the original layout, with the captured layers in both conventions."""
     raw: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -192,7 +190,9 @@ def write_config(config: Eagle3Config) -> dict[str, Any]:
 def _read_hidden_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     nested = raw.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
-        raise ModelError("eagle_config.use_aux_hidden_state is false: this head takes no captured layers (EAGLE-1 or 2)")
+        raise ModelError(
+            "eagle_config.use_aux_hidden_state is false: this head takes no captured layers (EAGLE-1 or 2)"
+        )
     if ids := nested.get("eagle_aux_hidden_state_layer_ids"):
         return tuple(int(layer) for layer in ids)
     if ids := raw.get("eagle_aux_hidden_state_layer_ids"):

@@ -1,6 +1,6 @@
 """What does an EAGLE-3 head compute?
 
-Li et al. 2025 (EAGLE-3), one decoder layer. With the target's captured hidden states of position p and the token at p + 1:
+Li et al. 2025 (EAGLE-3), one decoder layer. With the target's captured states of position p and the token at p + 1:
 
     g = fc(concat of the captured states)                        [T, H]
     x = concat(input_layernorm(embed(token)), hidden_norm(g))    [T, 2H] -> q, k, v
@@ -8,8 +8,8 @@ Li et al. 2025 (EAGLE-3), one decoder layer. With the target's captured hidden s
     a = r + mlp(post_attention_layernorm(r))                     the output; the next draft step takes it in g's place
     logits = lm_head(norm(a))                                    over the draft vocabulary
 
-The module is plain: Parameters, tensors in and out, attention through the plan that the caller passes. So the drafter runs it on
-its paged cache, and a trainer under autograd with a plan of its own. `pack` turns it into its inference form.
+The module is plain: Parameters, tensors in and out, attention through the plan that the caller passes. So the drafter
+runs it on its paged cache, and a trainer under autograd with a plan of its own. `pack` makes its inference form.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Norm(nn.Module):
 class Eagle3Head(nn.Module):
     """The head. `embed_tokens` is [vocab_size, H], shared with the target unless the checkpoint brings its own.
 
-    Buffers: d2t [draft_vocab_size] int64, target id = draft id + d2t[draft id]; t2d [vocab_size] bool, whether a target id is in
-    the draft vocabulary. Fused weights: `qkv_proj` rows are q, then k, then v; `gate_up_proj` rows are gate, then up.
+    Buffers: d2t [draft_vocab_size] int64, target id = draft id + d2t[draft id]; t2d [vocab_size] bool, whether a target
+    id is in the draft vocabulary. Fused weights: `qkv_proj` rows are q, then k, then v; `gate_up_proj` gate, then up.
     """
 
     embed_tokens: nn.Parameter | None
@@ -91,7 +91,7 @@ class Eagle3Head(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def attach_embedding(self, weight: torch.Tensor) -> None:
-        """Use `weight` [vocab_size, H] (the target's, not copied when dtype and device agree) as a frozen token embedding."""
+        """Use `weight` [vocab_size, H], not copied when dtype and device agree, as a frozen token embedding."""
         if tuple(weight.shape) != (self.config.vocab_size, self.config.hidden_size):
             wanted = (self.config.vocab_size, self.config.hidden_size)
             raise ModelError(f"token embedding is {tuple(weight.shape)}, the EAGLE-3 head takes {wanted}")
@@ -131,29 +131,40 @@ class Eagle3Head(nn.Module):
         plan: AttentionPlan,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        output_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass of the layer.
+        """One pass of the layer: `project`, attend, `finish`.
 
-        token_ids: [T] int64, the token *after* each position. hidden: [T, H], g (`fuse`) or the last pass' `next_hidden`.
-        positions: [T] int64. output_index: [N] int64, the rows wanted; the KV of all T is written either way.
-        Returns a [T or N, H], before the final norm.
+        token_ids: [T] int64, the token *after* each position. hidden: [T, H], g (`fuse`) or the last pass'
+        `next_hidden`. positions: [T] int64. Returns a [T, H], before the final norm.
+        """
+        q, k, v, residual = self.project(token_ids, hidden, positions)
+        return self.finish(plan.run(q, k, v, k_cache, v_cache), residual)
+
+    def project(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], residual [T, H]) of T tokens; q and k are rotated.
+
+        In a one-layer model the KV of a token depends on nothing but its own token and hidden state, so whoever only
+        wants the KV written stops here.
         """
         if self.embed_tokens is None:
             raise ModelError("the EAGLE-3 head has no token embedding: attach_embedding first")
         config = self.config
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         normed = self.hidden_norm(hidden)
         residual = normed if config.norm_before_residual else hidden
         embedded = self.input_layernorm(nn.functional.embedding(token_ids, self.embed_tokens))
-        qkv = self.qkv_proj(torch.cat((embedded, normed), dim=-1))
-        q, k, v = qkv.split((heads * head_dim, kv_heads * head_dim, kv_heads * head_dim), dim=-1)
+        qkv = self.qkv_proj(torch.cat((embedded, normed), dim=-1)).view(
+            -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        )
+        q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         cos, sin = self.rotary(positions)
-        q, k = apply_rope(q.view(-1, heads, head_dim), k.view(-1, kv_heads, head_dim), cos, sin)
-        attended = plan.run(q, k, v.view(-1, kv_heads, head_dim), k_cache, v_cache).reshape(-1, heads * head_dim)
-        if output_index is not None:
-            attended, residual = attended[output_index], residual[output_index]
-        residual = residual + self.o_proj(attended)
+        q, k = apply_rope(q, k, cos, sin)
+        return q, k, v, residual
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The layer after its attention. attended: [N, Hq, D]; residual: [N, H], from `project`. Returns a [N, H]."""
+        residual = residual + self.o_proj(attended.reshape(attended.shape[0], -1))
         return residual + self.down_proj(silu_mul(self.gate_up_proj(self.post_attention_layernorm(residual))))
 
     def next_hidden(self, output: torch.Tensor) -> torch.Tensor:
@@ -171,7 +182,7 @@ class Eagle3Head(nn.Module):
         return (angles.cos() * self.rope_factor).to(dtype), (angles.sin() * self.rope_factor).to(dtype)
 
     def pack(self) -> None:
-        """Turn the linear layers into their inference form, in place. Not for training, and not to be written to a file again."""
+        """Turn the linear layers into their inference form, in place. No training and no writing to a file after it."""
         for name in _LINEAR:
             linear = getattr(self, name)
             if isinstance(linear, nn.Linear):
