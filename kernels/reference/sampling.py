@@ -138,7 +138,7 @@ def filter_logits(
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, stream: int, num: int) -> torch.Tensor:
-    """Standard Gumbel noise, -log(-log(1 - u)). seeds, positions: [N] int64. Returns [N, num] float32, always finite."""
+    """Standard Gumbel noise, -log(-log(1 - u)), always finite. seeds, positions: [N]. Returns [N, num] float32."""
     noise = uniform(seeds, positions, stream, num)
     return noise.neg_().log1p_().neg_().log_().neg_()
 
