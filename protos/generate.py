@@ -1,8 +1,9 @@
 """How are the committed stubs made from the .proto files?
 
 `python protos/generate.py` writes `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` beside the .proto files. The generator's
-version is fixed: protobuf and grpcio refuse a runtime older than the generator, so stubs of 1.76.0 load on grpcio >= 1.76
-and on protobuf 6.31.1 to 7.x. The proto root is the repository root: stubs say `from protos import ...` as they are.
+version is fixed: protobuf and grpcio refuse a runtime older than the generator, so stubs of 1.76.0 load on grpcio >=
+1.76 and on protobuf 6.31.1 to 7.x. The proto root is the repository root: stubs say `from protos import ...` as they
+are.
 """
 
 from __future__ import annotations
