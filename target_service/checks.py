@@ -64,9 +64,7 @@ def check_step(step: StepRequest, limits: Limits) -> None:
         seen.add(row.request_id)
         num_tokens += row.query_len
     if num_tokens > limits.max_step_tokens:
-        raise InvalidRequest(
-            "rows.query_len", f"sum {num_tokens} is above max_step_tokens {limits.max_step_tokens}"
-        )
+        raise InvalidRequest("rows.query_len", f"sum {num_tokens} is above max_step_tokens {limits.max_step_tokens}")
 
 
 def _check_row(name: str, row: RowRequest, limits: Limits) -> None:

@@ -5,8 +5,11 @@ Reading never fails: a message that means nothing becomes an `Unreadable` comman
 
 from __future__ import annotations
 
+from engine.channel.bytes import EntryMessage
+from engine.channel.description import ChannelDescription, RegionDescription
 from engine.errors import ProtocolError
 from protos import common_pb2, target_pb2
+from target_service.channels import Attached, AttachRequest
 from target_service.messages import (
     Admission,
     AdmissionReply,
@@ -82,10 +85,85 @@ def event_to_proto(event: Event) -> target_pb2.TargetEvent:
             return target_pb2.TargetEvent(info=_info(event))
         case FaultReply():
             return target_pb2.TargetEvent(
-                fault=target_pb2.Fault(
-                    kind=event.kind, detail=event.detail, seq=event.seq, request_id=event.request_id
-                )
+                fault=target_pb2.Fault(kind=event.kind, detail=event.detail, seq=event.seq, request_id=event.request_id)
             )
+
+
+def attach_request_from_proto(message: target_pb2.AttachRequest) -> AttachRequest:
+    """What a drafter asks for."""
+    return AttachRequest(
+        drafter_id=message.drafter_id,
+        instance_id=message.instance_id,
+        host_id=message.host_id,
+        kinds=tuple(message.kinds),
+        hidden_layers=tuple(message.hidden_layers),
+        max_draft_len=message.max_draft_len,
+        draft_probs=message.draft_probs,
+        metadata_source=message.metadata_source,
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        vocab_size=message.vocab_size,
+    )
+
+
+def attach_reply_to_proto(attached: Attached) -> target_pb2.AttachReply:
+    """What a drafter gets."""
+    return target_pb2.AttachReply(
+        channel=_channel_descriptor(attached.channel),
+        target_instance_id=attached.target_instance_id,
+        dtype=attached.dtype,
+        hidden_size=attached.hidden_size,
+        max_model_len=attached.max_model_len,
+    )
+
+
+def ring_entry_to_proto(entry: EntryMessage) -> target_pb2.RingEntry:
+    """A ring entry on its way to the drafter."""
+    return target_pb2.RingEntry(
+        channel_id=entry.channel_id,
+        epoch=entry.epoch,
+        seq=entry.seq,
+        num_rows=entry.num_rows,
+        num_tokens=entry.num_tokens,
+        tensors=entry.tensors,
+    )
+
+
+def reply_entry_from_proto(message: target_pb2.ReplyEntry) -> EntryMessage:
+    """A reply entry from the drafter."""
+    return EntryMessage(message.channel_id, message.epoch, message.seq, message.num_rows, 0, dict(message.tensors))
+
+
+def _channel_descriptor(channel: ChannelDescription) -> common_pb2.ChannelDescriptor:
+    return common_pb2.ChannelDescriptor(
+        channel_id=channel.channel_id,
+        epoch=channel.epoch,
+        kind=channel.kind,
+        control=_region_descriptor(channel.control),
+        regions=[_region_descriptor(region) for region in channel.regions],
+        depth=channel.depth,
+        max_rows=channel.max_rows,
+        max_tokens=channel.max_tokens,
+        max_draft_len=channel.max_draft_len,
+        hidden_width=channel.hidden_width,
+        vocab_size=channel.vocab_size,
+        max_blocks_per_row=channel.max_blocks_per_row,
+        block_size=channel.block_size,
+        num_blocks=channel.num_blocks,
+        draft_probs=channel.draft_probs,
+    )
+
+
+def _region_descriptor(region: RegionDescription) -> common_pb2.RegionDescriptor:
+    return common_pb2.RegionDescriptor(
+        name=region.name,
+        kind=region.kind,
+        handle=region.handle,
+        offset=region.offset,
+        shape=region.shape,
+        dtype=region.dtype,
+        device_uuid=region.device_uuid,
+    )
 
 
 def _admission(message: common_pb2.AdmitRequest) -> Admission:

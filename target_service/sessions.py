@@ -83,7 +83,11 @@ class Sessions:
         seat = self._seats.acquire()
         if seat is None:
             return AdmissionReply(
-                admission.request_id, admission.epoch, AdmissionStatus.NO_SEAT, self.capacity, detail="every seat is taken"
+                admission.request_id,
+                admission.epoch,
+                AdmissionStatus.NO_SEAT,
+                self.capacity,
+                detail="every seat is taken",
             )
         tokens = list(admission.token_ids)
         cached_len = self.blocks.adopt(seat, tokens)

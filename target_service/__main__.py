@@ -1,0 +1,45 @@
+"""How is a target started? `python -m target_service --config FILE [--model DIR]`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+
+from engine.config_file import load_model_name, load_section
+from engine.errors import OutriderError
+from engine.fetch import fetch_model
+from target_service.assembly import build_target
+from target_service.config import TargetConfig
+from target_service.server import TargetServer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after a clean stop, 2 on a bad config or model."""
+    parser = argparse.ArgumentParser(prog="target_service", description="Outrider's target service.")
+    parser.add_argument("--config", required=True, help="the config file (YAML)")
+    parser.add_argument("--model", help="model directory; overrides the file's `model:`")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        config = load_section(options.config, "target", TargetConfig)
+        model_name = load_model_name(options.config, options.model)
+        target = build_target(config, model_name, fetch_model(model_name))
+        server = TargetServer(config, target)
+    except OutriderError as error:
+        print(f"target_service: {error}", file=sys.stderr)
+        return 2
+    server.start()
+    print(f"target ready on {server.address} model={model_name} blocks={target.info.num_blocks}", flush=True)
+    stopped.wait()
+    server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What does each command do?
+
+The service without threads and without RPCs: commands in, one event out, in order. Only the device thread calls it,
+so that sessions, blocks and tensors have one owner.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine.errors import IntegrityError, InvalidRequest, OutriderError, ProtocolError
+from target_service.channels import TargetChannels
+from target_service.checks import Limits, check_admission, check_step
+from target_service.messages import (
+    Admission,
+    AdmissionReply,
+    AdmissionStatus,
+    Command,
+    Event,
+    FaultReply,
+    Hello,
+    ReleaseReply,
+    ReleaseRequest,
+    ServiceInfo,
+    StepReply,
+    StepRequest,
+    Unreadable,
+)
+from target_service.runner import StepRunner
+from target_service.sessions import Sessions
+from target_service.streams import GatewayStream
+
+_log = logging.getLogger(__name__)
+
+
+class TargetCore:
+    """Carries out commands. Used by one thread."""
+
+    def __init__(
+        self,
+        info: ServiceInfo,
+        limits: Limits,
+        sessions: Sessions,
+        runner: StepRunner,
+        channels: TargetChannels,
+        max_wait_s: float,
+        check_integrity: bool,
+    ) -> None:
+        self.sessions = sessions
+        self.channels = channels
+        self._info = info
+        self._limits = limits
+        self._runner = runner
+        self._max_wait_s = max_wait_s
+        self._check_integrity = check_integrity
+
+    def handle(self, stream: GatewayStream, command: Command) -> Event:
+        """Carry out one command. Never raises: what goes wrong becomes a FaultReply, and the service lives on."""
+        event = self._guarded(command, lambda: self._dispatch(stream, command))
+        if self._check_integrity:
+            try:
+                self.sessions.check_integrity()
+            except IntegrityError as error:
+                return _fault(command, error.kind, str(error))
+        return event
+
+    def end_stream(self, stream: GatewayStream) -> None:
+        """The stream is over: its requests give back what they hold."""
+        released = self.sessions.release_stream(stream.stream_id)
+        if released:
+            _log.info("stream %d ended: %d requests released", stream.stream_id, released)
+
+    def _guarded(self, command: Command, act: Callable[[], Event]) -> Event:
+        try:
+            return act()
+        except InvalidRequest as error:
+            if isinstance(command, Admission):
+                return AdmissionReply(
+                    command.request_id,
+                    command.epoch,
+                    AdmissionStatus.INVALID,
+                    self.sessions.capacity,
+                    field=error.field,
+                    detail=error.detail,
+                )
+            return _fault(command, error.kind, str(error))
+        except OutriderError as error:
+            return _fault(command, error.kind, str(error))
+        except Exception as error:  # a bug met by one command must not take every other gateway's requests with it
+            _log.exception("failed to carry out %s", type(command).__name__)
+            self._abandon(command)
+            return _fault(command, OutriderError.kind, f"{type(error).__name__}: {error}")
+
+    def _dispatch(self, stream: GatewayStream, command: Command) -> Event:
+        if isinstance(command, Unreadable):
+            raise command.error
+        if isinstance(command, Hello):
+            if stream.greeted:
+                raise ProtocolError("hello: came already on this stream")
+            stream.greeted = True
+            return self._info
+        if not stream.greeted:
+            raise ProtocolError(f"hello: must come first on a stream, got {type(command).__name__}")
+        if isinstance(command, Admission):
+            return self._admit(stream, command)
+        if isinstance(command, StepRequest):
+            return self._step(stream, command)
+        self.sessions.release(command.request_id, command.epoch)
+        return ReleaseReply(command.request_id, command.epoch, self.sessions.capacity)
+
+    def _admit(self, stream: GatewayStream, admission: Admission) -> AdmissionReply:
+        check_admission(admission, self._limits)
+        reply = self.sessions.admit(stream.stream_id, admission)
+        if reply.status is AdmissionStatus.OK:
+            session = self.sessions.find(admission.request_id, admission.epoch, stream.stream_id)
+            if session is None:
+                raise IntegrityError(f"request {admission.request_id} was admitted and is not resident")
+            self._runner.place(session)
+        return reply
+
+    def _step(self, stream: GatewayStream, step: StepRequest) -> StepReply:
+        _check_seq(stream, step)
+        # A plan whose number is right is used up, even when the rest of it is wrong: the next one has the next number.
+        stream.last_seq = step.seq
+        stream.last_channel = (step.channel_id, step.channel_epoch)
+        check_step(step, self._limits)
+        sessions = [self.sessions.find(row.request_id, row.epoch, stream.stream_id) for row in step.rows]
+        for index, (row, session) in enumerate(zip(step.rows, sessions, strict=True)):
+            if session is not None:
+                self.sessions.check_row(f"rows[{index}]", row, session)
+        channel = self.channels.find(step.channel_id, step.channel_epoch) if step.channel_id else None
+        deadline_s = min(step.deadline_ms / 1e3, self._max_wait_s)
+        return self._runner.run(step, sessions, channel, deadline_s)
+
+    def _abandon(self, command: Command) -> None:
+        """After a bug in the middle of a command: what it touched is not to be trusted, so its requests are let go."""
+        if isinstance(command, StepRequest):
+            for row in command.rows:
+                self.sessions.release(row.request_id, row.epoch)
+        elif isinstance(command, Admission):
+            self.sessions.release(command.request_id, command.epoch)
+
+
+def _check_seq(stream: GatewayStream, step: StepRequest) -> None:
+    """Numbers go up by one; they may start anywhere, and begin again at 1 with another channel."""
+    if step.seq < 1:
+        raise InvalidRequest("seq", "must be at least 1")
+    expected = stream.last_seq + 1
+    restarted = step.seq == 1 and stream.last_channel != (step.channel_id, step.channel_epoch)
+    if stream.last_seq and step.seq != expected and not restarted:
+        raise InvalidRequest("seq", f"{step.seq}, but {expected} is next")
+
+
+def _fault(command: Command, kind: str, detail: str) -> FaultReply:
+    match command:
+        case StepRequest():
+            return FaultReply(kind, detail, seq=command.seq)
+        case Admission() | ReleaseRequest():
+            return FaultReply(kind, detail, request_id=command.request_id)
+        case Unreadable():
+            return FaultReply(kind, detail, command.seq, command.request_id)
+        case _:
+            return FaultReply(kind, detail)
