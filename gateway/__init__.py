@@ -1,1 +1,1 @@
-"""What do users talk to? Scheduling, step orchestration, OpenAI REST, public gRPC and metrics; never the model itself."""
+"""What do users talk to? Scheduling, step orchestration, OpenAI REST, public gRPC, metrics; never the model itself."""

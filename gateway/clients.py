@@ -1,8 +1,9 @@
 """How does the gateway hold a long conversation with a service?
 
-One bidirectional stream per service, for as long as it lasts: commands go out through a bounded queue drained by one writer,
-events come in through one reader and are handed on as values, synchronously. No task is made per command or per event. A
-stream that breaks, for whatever reason, is reported once and never used again; connecting anew is the caller's business.
+One bidirectional stream per service, for as long as it lasts: commands go out through a bounded queue drained by one
+writer, events come in through one reader and are handed on as values, synchronously. No task is made per command or
+per event. A stream that breaks, for whatever reason, is reported once and never used again; connecting anew is the
+caller's business.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from protos import common_pb2, drafter_pb2, drafter_pb2_grpc, target_pb2, target
 _log = logging.getLogger(__name__)
 
 _CHANNEL_OPTIONS = (
-    # A pool of its own: the shared one remembers the back-off of a dead server's address, and a restarted service would be
-    # noticed only when that has passed.
+    # A pool of its own: the shared one remembers the back-off of a dead server's address, and a restarted service
+    # would be noticed only when that has passed.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),
@@ -47,8 +48,9 @@ class StreamLost(Exception):
 class ServiceStream(Generic[EventT]):
     """The part of a stream that is the same for both services.
 
-    `on_event` is called with every event in order, never re-entrantly; an exception from it breaks the stream, so that a fault
-    of the gateway's own is recovered from as a lost service is. `run` is awaited by the owner and returns when it is over.
+    `on_event` is called with every event in order, never re-entrantly; an exception from it breaks the stream, so that
+    a fault of the gateway's own is recovered from as a lost service is. `run` is awaited by the owner and returns when
+    it is over.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class ServiceStream(Generic[EventT]):
             if writer is not None:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
-            await channel.close()
+            await channel.close(None)
         return self._broken or ""
 
     async def _read(self) -> None:
@@ -131,7 +133,7 @@ class ServiceStream(Generic[EventT]):
                 if self._broken is not None and call.cancelled():  # by `close`, not a cancellation of this task
                     return
                 raise
-            if message is grpc.aio.EOF:
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs do not have it
                 status = await call.code()
                 self.close(f"the service ended the stream ({status.name}: {await call.details()})")
                 return

@@ -1,7 +1,7 @@
 """How do the gateway's values look on the wire to and from the services?
 
-Pure translation between `messages` and the protobuf of outrider.v1. What comes from a service is checked for being there at
-all; what it means is the caller's business.
+Pure translation between `messages` and the protobuf of outrider.v1. What comes from a service is checked for being
+there at all; what it means is the caller's business.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from gateway.generation import TokenLogprob
 from gateway.messages import (
-    Admitted,
     AdmitStatus,
+    Admitted,
     Capacity,
     ChannelOpened,
     DrafterEvent,
@@ -119,9 +119,7 @@ def released_value(message: common_pb2.Released) -> Released:
     return Released(message.request_id, message.epoch, capacity_value(message.capacity))
 
 
-def _logprob_values(
-    token_ids: Iterable[int], messages: Iterable[target_pb2.TokenLogprobs]
-) -> tuple[TokenLogprob, ...]:
+def _logprob_values(token_ids: Iterable[int], messages: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(token_id, message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
         for token_id, message in zip(token_ids, messages, strict=True)

@@ -50,9 +50,10 @@ class GatewayConfig(BaseModel):
     max_step_tokens: prompt and decode tokens in one plan, at most the target's own limit; null: the target's.
     max_running: requests placed on the target at once; null: its seats. max_waiting: bound of the queue behind them.
     queue_timeout_s: longest wait to be started. target_wait_s: how long requests outlive a lost target.
-    step_deadline_ms: how long the services wait for each other inside a step. step_timeout_s: a target that answers no step
-    within it is taken for lost. drain_s: how long running requests may go on after SIGTERM. model_name: what /v1/models says;
-    null: the last part of `model`. reconnect_min_s, reconnect_max_s: pauses between attempts to reach a service.
+    step_deadline_ms: how long the services wait for each other inside a step. step_timeout_s: a target that answers no
+    step within it is taken for lost. drain_s: how long running requests may go on after SIGTERM. model_name: what
+    /v1/models says; null: the last part of `model`. max_queued_commands: unsent commands after which a service that
+    does not read is taken for lost. reconnect_min_s, reconnect_max_s: pauses between attempts to reach a service.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -72,6 +73,7 @@ class GatewayConfig(BaseModel):
     step_timeout_s: float = Field(default=60.0, gt=0)
     drain_s: float = Field(default=5.0, ge=0)
     model_name: str | None = Field(default=None, min_length=1)
+    max_queued_commands: int = Field(default=1024, ge=16)
     reconnect_min_s: float = Field(default=0.05, gt=0)
     reconnect_max_s: float = Field(default=1.0, gt=0)
 

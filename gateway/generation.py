@@ -1,7 +1,7 @@
 """What is one generation, as it is asked for and as it is answered?
 
-The values that pass between the public faces (REST, gRPC) and the dispatcher, in this process. The faces turn text into token
-ids and back into their own wire shapes; the dispatcher sees only these.
+The values that pass between the public faces (REST, gRPC) and the dispatcher, in this process. The faces turn text
+into token ids and back into their own wire shapes; the dispatcher sees only these.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's log probability under the model's unprocessed logits; top: the n best as (token id, logprob), best first."""
+    """One token's log probability under the model's unprocessed logits; top: the n best as (token id, logprob), best
+    first.
+    """
 
     token_id: int
     logprob: float
@@ -69,7 +71,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class GenerationUsage:
-    """What a generation cost. drafted_tokens: drafts the target really verified; accepted_tokens: those kept after trimming."""
+    """What a generation cost. drafted_tokens: drafts the target really verified; accepted_tokens: those kept after
+    trimming.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -82,9 +86,9 @@ class GenerationUsage:
 class Delta:
     """One commit, after trimming. token_ids, from_draft and (where asked for) logprobs are parallel.
 
-    text: what became certain with this commit; it may lag behind token_ids (a character or a possible stop string held back).
-    finish_reason: set on the last delta of a generation only, and so is usage. stop_reason: the stop string or stop token id
-    that ended it; None for the model's own end token and for "length".
+    text: what became certain with this commit; it may lag behind token_ids (a character or a possible stop string held
+    back). finish_reason: set on the last delta of a generation only, and so is usage. stop_reason: the stop string or
+    stop token id that ended it; None for the model's own end token and for "length".
     """
 
     token_ids: tuple[int, ...]

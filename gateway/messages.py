@@ -1,7 +1,7 @@
 """What do the gateway and the services say to each other, as plain values?
 
-The twins of the protobuf messages that `codec` translates to and from; nothing else in the gateway sees protobuf. Words are
-those of protos/common.proto: row, step, seq, epoch, channel.
+The twins of the protobuf messages that `codec` translates to and from; nothing else in the gateway sees protobuf.
+Words are those of protos/common.proto: row, step, seq, epoch, channel.
 """
 
 from __future__ import annotations

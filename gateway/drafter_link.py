@@ -1,0 +1,251 @@
+"""Is there a drafter to draft with right now, and through which channel?
+
+Keeps one stream to one drafter for one target: connects, opens a channel to the target, opens it anew when either of
+the two has restarted or when drafts stopped coming, with growing pauses. Nobody ever waits for it: while it is not
+`ready` the target loop plans without a drafter. Its loss is told once, and what the drafter held is then forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from enum import Enum
+
+from gateway.clients import DrafterStream, StreamLost
+from gateway.messages import (
+    Admitted,
+    ChannelOpened,
+    DrafterEvent,
+    DrafterInfo,
+    DraftReport,
+    Fault,
+    Placement,
+    Released,
+    StepPlan,
+)
+
+_log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0  # a drafter that answers no `open` within it is reconnected to
+MAX_PAUSE_S = 10.0
+CALM_STEPS = 50  # steps without a miss after which an earlier miss is forgiven
+
+
+class LinkState(Enum):
+    """How far the link is."""
+
+    CONNECTING = "connecting"
+    WAITING_FOR_TARGET = "waiting for target"
+    OPENING = "opening"
+    READY = "ready"
+
+
+class DrafterLink:
+    """One drafter, as one target's requests see it.
+
+    The callbacks run synchronously on the event loop: on_ready (a channel is open), on_lost (no channel any more, or
+    another one; nothing is resident), on_admitted, on_report.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        target_address: str,
+        gateway_id: str,
+        reconnect_min_s: float,
+        reconnect_max_s: float,
+        max_queued: int,
+        on_ready: Callable[[], None],
+        on_lost: Callable[[], None],
+        on_admitted: Callable[[Admitted], None],
+        on_report: Callable[[DraftReport], None],
+    ) -> None:
+        self.address = address
+        self.info: DrafterInfo | None = None
+        self.channel: ChannelOpened | None = None
+        self.detail = "not connected yet"
+        self._state = LinkState.CONNECTING
+        self._target_address = target_address
+        self._gateway_id = gateway_id
+        self._reconnect_min_s = reconnect_min_s
+        self._reconnect_max_s = reconnect_max_s
+        self._max_queued = max_queued
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._on_admitted = on_admitted
+        self._on_report = on_report
+        self._target_instance: str | None = None
+        self._resident: dict[str, int] = {}  # what the drafter was asked to hold on this stream, and its epoch
+        self._stream: DrafterStream | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._misses = 0
+        self._steps_since_miss = 0
+
+    @property
+    def state(self) -> LinkState:
+        """How far the link is."""
+        return self._state
+
+    @property
+    def ready(self) -> bool:
+        """Whether plans may name the channel."""
+        return self._state is LinkState.READY
+
+    async def run(self) -> None:
+        """Keep the link until cancelled."""
+        pause = self._reconnect_min_s
+        try:
+            while True:
+                self._stream = DrafterStream(self.address, self._on_event, self._max_queued)
+                reason = await self._stream.converse(self._gateway_id)
+                connected = self.info is not None
+                if connected or self.detail != reason:
+                    _log.log(
+                        logging.WARNING if connected else logging.INFO, "no drafter at %s: %s", self.address, reason
+                    )
+                self._forget(reason)
+                pause = self._reconnect_min_s if connected else min(2 * pause, self._reconnect_max_s)
+                await asyncio.sleep(pause)
+        finally:
+            self._cancel_timer()
+
+    # What the target loop tells it.
+
+    def target_up(self, instance_id: str) -> None:
+        """The target is connected; a channel of an older instance is worthless."""
+        self._target_instance = instance_id
+        if self.info is not None:
+            self._open()
+
+    def target_down(self) -> None:
+        """The target is gone, and its channel with it."""
+        self._target_instance = None
+        if self.info is not None:
+            self._close_channel(LinkState.WAITING_FOR_TARGET, "the target is gone")
+
+    def admit(self, placement: Placement) -> bool:
+        """Ask the drafter to follow a request. False: the link broke."""
+        stream = self._stream
+        if not self.ready or stream is None:
+            return False
+        try:
+            stream.admit(placement)
+        except StreamLost:
+            return False
+        self._resident[placement.request_id] = placement.epoch
+        return True
+
+    def release(self, request_id: str) -> None:
+        """The drafter need not follow a request any more; nothing happens when it does not."""
+        epoch = self._resident.pop(request_id, None)
+        if epoch is not None and self._stream is not None:
+            with contextlib.suppress(StreamLost):  # the drafter drops everything with its stream; `run` tells the loss
+                self._stream.release(request_id, epoch)
+
+    def plan(self, plan: StepPlan) -> None:
+        """Tell the drafter of a step with its channel."""
+        if self._stream is not None:
+            with contextlib.suppress(StreamLost):  # as above; the target waits for drafts no longer than the deadline
+                self._stream.plan(plan)
+
+    def step_done(self, missed: bool) -> None:
+        """A step that waited for drafts is done. After a miss the channel is opened anew, later each time."""
+        if not missed:
+            self._steps_since_miss += 1
+            if self._steps_since_miss >= CALM_STEPS:
+                self._misses = 0
+            return
+        self._steps_since_miss = 0
+        self._misses += 1
+        pause = min(self._reconnect_min_s * 2**self._misses, MAX_PAUSE_S)
+        _log.warning("drafts of %s did not come in time; next attempt in %.1f s", self.address, pause)
+        self._close_channel(LinkState.OPENING, "drafts did not come in time")
+        self._set_timer(pause, self._open)
+
+    # What the drafter tells it.
+
+    def _on_event(self, event: DrafterEvent) -> None:
+        match event:
+            case DraftReport():
+                if self.channel is not None and event.channel_id == self.channel.channel_id:
+                    self._on_report(event)
+            case Admitted():
+                if self._resident.get(event.request_id) == event.epoch:
+                    self._on_admitted(event)
+            case DrafterInfo():
+                self.info = event
+                if self._target_instance is None:
+                    self._state = LinkState.WAITING_FOR_TARGET
+                else:
+                    self._open()
+            case ChannelOpened():
+                self._opened(event)
+            case Fault():
+                _log.warning("drafter %s: %s: %s", self.address, event.kind, event.detail)
+            case Released():
+                pass
+
+    def _open(self) -> None:
+        """Ask for a channel to the target as it is now."""
+        if self._stream is None or self._target_instance is None:
+            return
+        self._close_channel(LinkState.OPENING, "opening a channel")
+        try:
+            self._stream.open_channel(self._target_address)
+        except StreamLost:
+            return
+        self._set_timer(OPEN_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._stream is not None:
+            self._stream.close(f"no channel within {OPEN_TIMEOUT_S:g} s")
+
+    def _opened(self, event: ChannelOpened) -> None:
+        if self._state is not LinkState.OPENING or self._target_instance is None:
+            return
+        if event.ok and event.target_instance_id == self._target_instance:
+            self._cancel_timer()
+            self.channel = event
+            self._state = LinkState.READY
+            self.detail = ""
+            _log.info("drafting with %s over %s", self.address, event.kind)
+            self._on_ready()
+            return
+        # Not ok, or attached to an instance of the target that is not the one connected here: it is restarting.
+        detail = event.detail or "attached to another instance of the target"
+        if detail != self.detail:
+            _log.warning("drafter %s opened no channel: %s", self.address, detail)
+        self.detail = detail
+        self._set_timer(self._reconnect_max_s, self._open)
+
+    def _close_channel(self, state: LinkState, detail: str) -> None:
+        """No plan names the channel from here on, and the drafter is told to drop what it holds for us."""
+        had = self.channel is not None
+        self._cancel_timer()
+        self.channel = None
+        self._state = state
+        if had:
+            self.detail = detail
+        for request_id in list(self._resident):
+            self.release(request_id)
+        if had:
+            self._on_lost()
+
+    def _forget(self, reason: str) -> None:
+        """The stream is over."""
+        self._stream = None
+        self.info = None
+        self._resident.clear()
+        self._close_channel(LinkState.CONNECTING, reason)
+        self.detail = reason
+
+    def _set_timer(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._cancel_timer()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, callback)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,433 @@
+"""How does one target get driven, step after step?
+
+One loop per target, lockstep: plan, send it to target and drafter at the same time, take the verdict, trim and hand
+out, plan again. It is a state machine on the event loop: everything happens in synchronous callbacks (an event came, a
+client came or left, a timer), so no two things are ever half done at once and a step costs no task. It owns every
+request bound to its target, from submission to the end, over losses of target and drafter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+from gateway.bonds import Bonds
+from gateway.clients import StreamLost, TargetStream
+from gateway.commits import BadVerdict, apply_verdict
+from gateway.config import GatewayConfig
+from gateway.errors import GatewayError, GenerationTimeout, InvalidGeneration, StepFailed, TargetUnavailable
+from gateway.messages import (
+    AdmitStatus,
+    Admitted,
+    Capacity,
+    Fault,
+    Released,
+    RowStatus,
+    StepPlan,
+    StepResult,
+    TargetEvent,
+    TargetInfo,
+)
+from gateway.metrics import GatewayMetrics
+from gateway.requests import ActiveRequest, Bond, DeltaStream, Phase
+from gateway.scheduler import Limits, ScheduledRow, Scheduler
+
+_log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+RETRY_S = 0.02  # before a placement or a starved step is tried again where nothing else would bring it about
+MAX_FAULTS = 3  # steps in a row that may fail under a request before it is given up
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """The step that is under way."""
+
+    plan: StepPlan
+    rows: list[ScheduledRow]
+    sent_at: float
+
+
+class TargetLoop:
+    """Everything about one target and the requests bound to it."""
+
+    def __init__(self, config: GatewayConfig, gateway_id: str, metrics: GatewayMetrics) -> None:
+        self.address = config.target
+        self.info: TargetInfo | None = None
+        self.up = asyncio.Event()
+        self.lost_since = time.monotonic()
+        self.detail = "not connected yet"
+        self.scheduler = Scheduler()
+        self._config = config
+        self._gateway_id = gateway_id
+        self._metrics = metrics
+        self._limits = Limits(1, 1, 0, 1, 1)
+        self._capacity = Capacity(0, 0)
+        self._stream: TargetStream | None = None
+        self._greeted_by = 0.0
+        self._flight: _Flight | None = None
+        self._seq = 0
+        self._pause_until = 0.0
+        self._request_s = 1.0  # how long a request takes, smoothed; for Retry-After
+        self.bonds = Bonds(
+            config, gateway_id, metrics, self.scheduler.placed, self._on_new_channel, self._on_drafter_answer
+        )
+
+    # The task's side.
+
+    async def run(self) -> None:
+        """Keep the target connected and driven until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_connected())
+            tasks.create_task(self._watch())
+            if self.bonds.link is not None:
+                tasks.create_task(self.bonds.link.run())
+
+    async def _keep_connected(self) -> None:
+        pause = self._config.reconnect_min_s
+        while True:
+            self._greeted_by = time.monotonic() + self._config.step_timeout_s
+            self._stream = TargetStream(self.address, self._on_event, self._config.max_queued_commands)
+            reason = await self._stream.converse(self._gateway_id)
+            was_up = self.up.is_set()
+            self._on_target_lost(reason)
+            pause = self._config.reconnect_min_s if was_up else min(2 * pause, self._config.reconnect_max_s)
+            await asyncio.sleep(pause)
+
+    async def _watch(self) -> None:
+        """Enforce the deadlines that no event brings about."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            for request in [r for r in self.scheduler.waiting if not r.started]:
+                if now - request.submitted_at > self._config.queue_timeout_s:
+                    self._fail(request, GenerationTimeout("The request was not started in time; try again later."))
+            if not self.up.is_set():
+                if now - self.lost_since > self._config.target_wait_s:
+                    for request in list(self.scheduler.waiting):
+                        self._fail(request, TargetUnavailable("The model is not available; try again later."))
+                if now > self._greeted_by and self._stream is not None:
+                    self._stream.close("no answer to hello")
+            elif self._stream is not None and self._overdue(now):
+                self._stream.close(f"no answer within {self._config.step_timeout_s:g} s")
+
+    def _overdue(self, now: float) -> bool:
+        since = now - self._config.step_timeout_s
+        if self._flight is not None:  # admissions wait behind the step
+            return self._flight.sent_at < since
+        return any(
+            request.phase is Phase.PLACING and not request.target_answered and request.placed_at < since
+            for request in self.scheduler.placed.values()
+        )
+
+    # The dispatcher's side.
+
+    def submit(self, request: ActiveRequest, stream: DeltaStream) -> None:
+        """Take on a request that has been checked. Its deltas and errors go to `stream`'s weak reference in the
+        request.
+        """
+        self.scheduler.enqueue(request)
+        self._advance()
+
+    def cancel(self, request: ActiveRequest) -> None:
+        """Its client is gone: give everything back now; what is under way for it is dropped when it comes."""
+        if request.phase is not Phase.ENDED:
+            self._end(request, "cancelled")
+            self._advance()
+
+    def fail_all(self, error: GatewayError) -> None:
+        """End every request with `error`."""
+        for request in [*self.scheduler.waiting, *self.scheduler.placed.values()]:
+            self._fail(request, error)
+
+    def retry_after_s(self) -> float:
+        """When a request that is refused now might find room, in seconds."""
+        return min(60.0, max(1.0, self._request_s * len(self.scheduler.waiting) / self._limits.max_running))
+
+    # Events of the target.
+
+    def _on_event(self, event: TargetEvent) -> None:
+        match event:
+            case StepResult():
+                self._on_result(event)
+            case Admitted():
+                self._capacity = event.capacity
+                self._on_target_admitted(event)
+            case Released():
+                self._capacity = event.capacity
+            case TargetInfo():
+                self._on_info(event)
+            case Fault():
+                self._on_fault(event)
+        self._advance()
+
+    def _on_info(self, info: TargetInfo) -> None:
+        self.info = info
+        max_running = min(self._config.max_running or info.num_seats, info.num_seats)
+        budget = min(self._config.max_step_tokens or info.max_step_tokens, info.max_step_tokens)
+        self._limits = Limits(budget, max_running, info.max_verify_len, info.block_size, info.num_blocks - 1)
+        self._capacity = Capacity(info.num_seats, info.num_blocks - 1)
+        self._pause_until = 0.0
+        self.detail = ""
+        self.up.set()
+        self._metrics.target_up.set(1)
+        _log.info("target %s at %s: %s", info.instance_id, self.address, info.model)
+        for request in list(self.scheduler.waiting):
+            if request.max_total_len > info.max_request_len:  # another model came back under the same address
+                self._fail(request, StepFailed("The model was replaced by one that cannot hold this request."))
+        if self.bonds.link is not None:
+            self.bonds.link.target_up(info.instance_id)
+
+    def _on_target_lost(self, reason: str) -> None:
+        if self.up.is_set():
+            self.up.clear()
+            self.lost_since = time.monotonic()
+            self._metrics.target_up.set(0)
+            _log.warning("lost the target at %s: %s", self.address, reason)
+        elif reason != self.detail:
+            _log.info("no target at %s: %s", self.address, reason)
+        self.detail = reason
+        self._stream = None
+        self._flight = None
+        if self.bonds.link is not None:
+            self.bonds.link.target_down()
+        for request in list(self.scheduler.placed.values()):
+            self._metrics.resumptions.inc()
+            self._send_back(request)
+        self._gauge()
+
+    def _on_target_admitted(self, event: Admitted) -> None:
+        request = self.scheduler.placed.get(event.request_id)
+        if request is None or request.epoch != event.epoch or request.phase is not Phase.PLACING:
+            return
+        match event.status:
+            case AdmitStatus.OK:
+                if event.cached_len >= request.placed_len:
+                    raise BadVerdict(f"cached_len {event.cached_len} of {request.placed_len} tokens")
+                request.target_answered = True
+                request.cached_len = min(request.cached_len, event.cached_len)
+                self._start(request)
+            case AdmitStatus.NO_SEAT:  # another gateway has it
+                self._send_back(request)
+                self._pause()
+            case AdmitStatus.INVALID:
+                self._fail(request, InvalidGeneration(_api_field(event.field, request), event.detail))
+
+    def _on_fault(self, fault: Fault) -> None:
+        _log.error("target %s: %s: %s", self.address, fault.kind, fault.detail)
+        flight = self._flight
+        if flight is not None and fault.seq == flight.plan.seq:
+            self._flight = None
+            for row in flight.rows:
+                if row.request.phase is Phase.RUNNING and row.request.epoch == row.plan.epoch:
+                    self._suffer(row.request, fault.detail)
+        elif fault.request_id:
+            request = self.scheduler.placed.get(fault.request_id)
+            if request is not None:
+                self._suffer(request, fault.detail)
+
+    def _on_result(self, result: StepResult) -> None:
+        flight = self._flight
+        if flight is None or result.seq != flight.plan.seq or len(result.verdicts) != len(flight.rows):
+            raise BadVerdict(f"step {result.seq} is not the one under way, or its rows are not those planned")
+        self._flight = None
+        self._capacity = result.capacity
+        now = time.monotonic()
+        self._time_step(result, flight, now)
+        self.bonds.step_done(flight.plan, result.drafts_missed)
+        starved: list[ActiveRequest] = []
+        ran = False
+        for row, verdict in zip(flight.rows, result.verdicts, strict=True):
+            request, plan = row.request, row.plan
+            if request.phase is not Phase.RUNNING or request.epoch != plan.epoch:
+                continue  # it ended or lost its placement meanwhile
+            if verdict.request_id != plan.request_id:
+                raise BadVerdict(f"a verdict for {verdict.request_id!r} in the place of {plan.request_id!r}")
+            if verdict.status is RowStatus.STARVED:
+                starved.append(request)
+            elif verdict.status is RowStatus.UNKNOWN:
+                self._suffer(request, "the target does not know the request")
+            else:
+                ran = True
+                delta = apply_verdict(request, plan, verdict, self._metrics, now)
+                if delta is None:
+                    continue
+                self.bonds.await_drafts(request, flight.plan, plan)
+                if delta.finish_reason is not None:
+                    self._end(request, delta.finish_reason)
+                stream = request.stream()
+                if stream is not None:
+                    stream.put(delta)
+        if starved:
+            self._relieve(starved, ran, now)
+
+    def _relieve(self, starved: list[ActiveRequest], ran: bool, now: float) -> None:
+        """Blocks have run out under `starved`."""
+        victim = self.scheduler.give_way(starved)
+        if victim is not None:
+            self._metrics.preemptions.inc()
+            self._send_back(victim)
+        elif not ran:
+            # Nobody here can give way (the blocks are another gateway's): wait for some to come free, but not for ever.
+            self._pause()
+            for request in starved:
+                if request.starved_since is None:
+                    request.starved_since = now
+                elif now - request.starved_since > self._config.queue_timeout_s:
+                    self._fail(request, StepFailed("The model has no memory left for this request; try again later."))
+
+    def _suffer(self, request: ActiveRequest, detail: str) -> None:
+        """A step failed under it: place it anew, unless that has not helped."""
+        request.faults += 1
+        if request.faults >= MAX_FAULTS:
+            self._fail(request, StepFailed(f"The model could not run this request: {detail}"))
+        else:
+            self._send_back(request)
+
+    # Events of the drafter.
+
+    def _on_new_channel(self) -> None:
+        self._seq = 0  # steps are counted per channel
+
+    def _on_drafter_answer(self) -> None:
+        for request in [r for r in self.scheduler.placed.values() if r.phase is Phase.PLACING]:
+            self._start(request)
+        self._advance()
+
+    # Moving requests.
+
+    def _place(self, request: ActiveRequest, stream: TargetStream, now: float) -> None:
+        self.scheduler.place(request)
+        request.placed_at = now
+        request.placed_len = len(request.token_ids)
+        request.cached_len = request.placed_len - 1
+        request.context_len = 0
+        request.target_answered = False
+        if not request.started:
+            request.started = True
+            self._metrics.queue_time.observe(now - request.submitted_at)
+        stream.admit(request.placement("", mid_stream=False))
+        self.bonds.ask(request, self._seq + 1, mid_stream=False)
+        if request.bond is Bond.ASKED:
+            asyncio.get_running_loop().call_later(
+                self._config.step_deadline_ms / 1e3, self._start_without_drafter, request, request.epoch
+            )
+
+    def _start_without_drafter(self, request: ActiveRequest, epoch: int) -> None:
+        if request.phase is Phase.PLACING and request.epoch == epoch and request.bond is Bond.ASKED:
+            self.bonds.unbind(request)
+            self._start(request)
+            self._advance()
+
+    def _start(self, request: ActiveRequest) -> None:
+        """It runs as soon as every service that was asked has answered."""
+        if request.phase is not Phase.PLACING or not request.target_answered or request.bond is Bond.ASKED:
+            return
+        request.phase = Phase.RUNNING
+        request.context_len = request.cached_len
+        if request.first_cached_len is None:
+            request.first_cached_len = request.cached_len
+            self._metrics.prompt_tokens.inc(request.prompt_len)
+            self._metrics.cached_tokens.inc(request.cached_len)
+
+    def _send_back(self, request: ActiveRequest) -> None:
+        """It loses its placement, keeps its tokens and waits at its place in the order of ages."""
+        self._release(request)
+        self.scheduler.send_back(request)
+        request.context_len = 0
+
+    def _release(self, request: ActiveRequest) -> None:
+        self.bonds.release(request)
+        if self._stream is not None:
+            with contextlib.suppress(StreamLost):  # then the target drops everything with the stream
+                self._stream.release(request.request_id, request.epoch)
+
+    def _end(self, request: ActiveRequest, outcome: str) -> None:
+        if request.phase in (Phase.PLACING, Phase.RUNNING):
+            self._release(request)
+        self.scheduler.end(request)
+        self._metrics.count_end(outcome)
+        if outcome in ("stop", "length"):
+            seconds = time.monotonic() - request.submitted_at
+            self._metrics.request_latency.observe(seconds)
+            self._request_s += 0.1 * (seconds - self._request_s)
+        self._gauge()
+
+    def _fail(self, request: ActiveRequest, error: GatewayError) -> None:
+        self._end(request, type(error).__name__)
+        stream = request.stream()
+        if stream is not None:
+            stream.fail(error)
+
+    def _pause(self) -> None:
+        self._pause_until = time.monotonic() + RETRY_S
+        asyncio.get_running_loop().call_later(RETRY_S * 1.05, self._advance)
+
+    # Planning.
+
+    def _advance(self) -> None:
+        """Let in who fits, and send the next step if none is under way. Safe to call at any time."""
+        stream = self._stream
+        now = time.monotonic()
+        if stream is None or not self.up.is_set() or now < self._pause_until:
+            return
+        try:
+            while (request := self.scheduler.next_admission(self._limits, self._capacity)) is not None:
+                self._place(request, stream, now)
+            if self._flight is None:
+                self._send_plan(stream, now)
+        except StreamLost:
+            return  # `run` puts everything back when the stream has ended
+        finally:
+            self._gauge()
+
+    def _send_plan(self, stream: TargetStream, now: float) -> None:
+        self.bonds.ask_anew(self._seq + 1, now)
+        drafting = self.bonds.drafting()
+        rows = self.scheduler.plan_rows(self._limits, drafting)
+        if not rows:
+            return
+        self._seq += 1
+        channel = self.bonds.channel_of(rows)
+        plan = StepPlan(
+            self._seq,
+            channel.channel_id if channel is not None else "",
+            channel.channel_epoch if channel is not None else 0,
+            tuple([row.plan for row in rows]),
+            drafting.drafts_from_seq if any(row.plan.verify_len for row in rows) else 0,
+            self._config.step_deadline_ms,
+        )
+        stream.plan(plan)
+        self._flight = _Flight(plan, rows, now)
+        self.bonds.step_sent(plan)
+
+    # Measuring.
+
+    def _time_step(self, result: StepResult, flight: _Flight, now: float) -> None:
+        metrics = self._metrics
+        metrics.steps.inc()
+        metrics.step_rows.observe(len(flight.rows))
+        metrics.target_wait.observe(result.wait_ms / 1e3)
+        metrics.target_forward.observe(result.forward_ms / 1e3)
+        metrics.target_verify.observe(result.verify_ms / 1e3)
+        metrics.target_total.observe(result.total_ms / 1e3)
+        metrics.round_trip.observe(now - flight.sent_at)
+        if result.drafts_missed:
+            metrics.missed_drafts.inc()
+
+    def _gauge(self) -> None:
+        metrics = self._metrics
+        metrics.waiting.set(len(self.scheduler.waiting))
+        metrics.running.set(len(self.scheduler.placed))
+        if self.up.is_set():
+            metrics.free_seats.set(self._capacity.free_seats)
+            metrics.cache_use.set(1 - self._capacity.free_blocks / self._limits.usable_blocks)
+
+
+def _api_field(field: str, request: ActiveRequest) -> str:
+    """The API's name of what a service names in its own words."""
+    name = field.removeprefix("sampling.")
+    return {"token_ids": request.generation.input_field, "max_total_len": "max_tokens", "": "request"}.get(name, name)
