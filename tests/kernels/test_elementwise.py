@@ -58,7 +58,8 @@ def test_rope_equals_transformers(dtype: torch.dtype, half: bool) -> None:
 def test_silu_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
     gate, up = torch.randn(2, 3, 37).to(dtype)
     got = silu_mul(torch.cat((gate, up), dim=-1))
-    assert torch.equal(got, torch.nn.functional.silu(gate) * up)
+    # Vector code and its scalar tail differ by a rounding, and memory alignment decides which element gets which.
+    torch.testing.assert_close(got, torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
