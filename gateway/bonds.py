@@ -36,13 +36,13 @@ class Bonds:
         gateway_id: str,
         metrics: GatewayMetrics,
         placed: Mapping[str, ActiveRequest],
-        on_new_channel: Callable[[], None],
         on_answer: Callable[[], None],
     ) -> None:
         self._metrics = metrics
         self._placed = placed
-        self._on_new_channel = on_new_channel
         self._on_answer = on_answer
+        self._seq = 0
+        self._seq_channel: tuple[str, int] | None = None
         self._drafts_seq = 0  # the last step, if drafts were asked for in it
         self.link: DrafterLink | None = None
         if config.drafter is not None:
@@ -61,8 +61,8 @@ class Bonds:
 
     # Asking and releasing.
 
-    def ask(self, request: ActiveRequest, next_seq: int, mid_stream: bool) -> None:
-        """Ask the drafter to follow a request from step `next_seq` on, where there is a drafter and use for it."""
+    def ask(self, request: ActiveRequest, mid_stream: bool) -> None:
+        """Ask the drafter to follow a request from the next step on, where there is a drafter and use for it."""
         link = self.link
         request.bond = Bond.NONE
         request.pending_drafts = 0
@@ -70,9 +70,9 @@ class Bonds:
             return
         if link.admit(request.placement(link.channel.channel_id, mid_stream)):
             request.bond = Bond.ASKED
-            request.bond_seq = next_seq
+            request.bond_seq = self._next_seq(link.channel)
 
-    def ask_anew(self, next_seq: int, now: float) -> None:
+    def ask_anew(self, now: float) -> None:
         """Ask for the running requests that the drafter does not follow. Only between steps: what it is told then is
         all that there is.
         """
@@ -86,7 +86,7 @@ class Bonds:
                 and request.trimmer.remaining > 2
                 and request.bond_not_before <= now
             ):
-                self.ask(request, next_seq, mid_stream=True)
+                self.ask(request, mid_stream=True)
 
     def unbind(self, request: ActiveRequest) -> None:
         """The drafter does not follow it: ask again, at once the first time and after growing pauses then."""
@@ -119,6 +119,18 @@ class Bonds:
             return None
         return channel
 
+    def number_step(self, channel: ChannelOpened | None) -> int:
+        """The next step's seq: counted per channel, from 1; steps without a channel count on."""
+        self._seq = self._next_seq(channel)
+        if channel is not None:
+            self._seq_channel = (channel.channel_id, channel.channel_epoch)
+        return self._seq
+
+    def _next_seq(self, channel: ChannelOpened | None) -> int:
+        if channel is not None and (channel.channel_id, channel.channel_epoch) != self._seq_channel:
+            return 1
+        return self._seq + 1
+
     def step_sent(self, plan: StepPlan) -> None:
         """The target has been told of the step; now the drafter is, if it takes part."""
         self._drafts_seq = 0
@@ -150,7 +162,6 @@ class Bonds:
 
     def _on_ready(self) -> None:
         self._metrics.drafter_up.set(1)
-        self._on_new_channel()
         self._on_answer()
 
     def _on_lost(self) -> None:

@@ -18,13 +18,12 @@ import grpc
 import grpc.aio
 
 from gateway.codec import (
-    UnknownMessage,
     drafter_event_value,
     fill_plan,
     placement_message,
     target_event_value,
 )
-from gateway.messages import DrafterEvent, Placement, StepPlan, TargetEvent
+from gateway.messages import BadEvent, DrafterEvent, Placement, StepPlan, TargetEvent
 from protos import common_pb2, drafter_pb2, drafter_pb2_grpc, target_pb2, target_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -114,8 +113,9 @@ class ServiceStream(Generic[EventT]):
             self.close(f"no connection within {CONNECT_TIMEOUT_S:g} s")
         except grpc.aio.AioRpcError as error:
             self.close(f"{error.code().name}: {error.details()}")
-        except UnknownMessage as error:
-            self.close(str(error))
+        except BadEvent as error:
+            _log.error("%s broke the protocol: %s", self.address, error)
+            self.close(f"it broke the protocol: {error}")
         finally:
             self.close("closed")
             if writer is not None:
@@ -140,6 +140,8 @@ class ServiceStream(Generic[EventT]):
             event = decode(message)
             try:
                 on_event(event)
+            except BadEvent:
+                raise
             except Exception:  # a fault of ours must not end the loop that recovers from lost streams
                 _log.exception("failed to handle an event of %s", self.address)
                 self.close("the gateway failed to handle an event")

@@ -41,10 +41,6 @@ _ROW_STATUS = {
 }
 
 
-class UnknownMessage(ValueError):
-    """A service sent an event, or a status in one, that this gateway does not know."""
-
-
 # To the services.
 
 
@@ -104,10 +100,10 @@ def capacity_value(message: common_pb2.Capacity) -> Capacity:
 
 
 def admitted_value(message: common_pb2.Admitted) -> Admitted:
-    """One `Admitted`. Raises UnknownMessage at a status that is not known."""
+    """One `Admitted`. Raises BadEvent at a status that is not known."""
     status = _ADMIT_STATUS.get(message.status)
     if status is None:
-        raise UnknownMessage(f"admitted.status: {message.status} is not known")
+        raise BadEvent(f"admitted.status: {message.status} is not known")
     capacity = capacity_value(message.capacity)
     return Admitted(
         message.request_id, message.epoch, status, message.cached_len, message.field, message.detail, capacity
@@ -129,7 +125,7 @@ def _logprob_values(token_ids: Iterable[int], messages: Iterable[target_pb2.Toke
 def _verdict_value(message: target_pb2.RowResult) -> Verdict:
     status = _ROW_STATUS.get(message.status)
     if status is None:
-        raise UnknownMessage(f"result.rows.status: {message.status} is not known")
+        raise BadEvent(f"result.rows.status: {message.status} is not known")
     token_ids = tuple(message.token_ids)
     return Verdict(
         message.request_id,
@@ -158,7 +154,7 @@ def step_result_value(message: target_pb2.StepResult) -> StepResult:
 
 
 def target_event_value(message: target_pb2.TargetEvent) -> TargetEvent:
-    """One event of `TargetService.Serve`. Raises UnknownMessage."""
+    """One event of `TargetService.Serve`. Raises BadEvent."""
     match message.WhichOneof("event"):
         case "result":
             return step_result_value(message.result)
@@ -172,13 +168,13 @@ def target_event_value(message: target_pb2.TargetEvent) -> TargetEvent:
             fault = message.fault
             return Fault(fault.kind, fault.detail, fault.seq, fault.request_id)
         case other:
-            raise UnknownMessage(f"target event {other!r} is not known")
+            raise BadEvent(f"target event {other!r} is not known")
 
 
 def _target_info_value(info: target_pb2.TargetInfo) -> TargetInfo:
     for field in ("vocab_size", "max_model_len", "block_size", "num_blocks", "num_seats", "max_step_tokens"):
         if not getattr(info, field):
-            raise UnknownMessage(f"info.{field}: must not be 0")
+            raise BadEvent(f"info.{field}: must not be 0")
     return TargetInfo(
         info.instance_id,
         info.model,
@@ -208,7 +204,7 @@ def _report_value(report: drafter_pb2.DraftReport) -> DraftReport:
 
 
 def drafter_event_value(message: drafter_pb2.DrafterEvent) -> DrafterEvent:
-    """One event of `DrafterService.Serve`. Raises UnknownMessage."""
+    """One event of `DrafterService.Serve`. Raises BadEvent."""
     match message.WhichOneof("event"):
         case "report":
             return _report_value(message.report)
@@ -236,4 +232,4 @@ def drafter_event_value(message: drafter_pb2.DrafterEvent) -> DrafterEvent:
             fault = message.fault
             return Fault(fault.kind, fault.detail, fault.seq, fault.request_id)
         case other:
-            raise UnknownMessage(f"drafter event {other!r} is not known")
+            raise BadEvent(f"drafter event {other!r} is not known")

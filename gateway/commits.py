@@ -7,13 +7,9 @@ between queues; the target loop does that with what comes back.
 from __future__ import annotations
 
 from gateway.generation import Delta
-from gateway.messages import RowPlan, Verdict
+from gateway.messages import BadEvent, RowPlan, Verdict
 from gateway.metrics import GatewayMetrics
 from gateway.requests import ActiveRequest
-
-
-class BadVerdict(Exception):
-    """The verdict cannot be one of the row that was planned; says what is wrong."""
 
 
 def apply_verdict(
@@ -21,7 +17,7 @@ def apply_verdict(
 ) -> Delta | None:
     """Take the verdict of a row that ran. Returns the delta, or None where the row sampled nothing.
 
-    A delta with a finish_reason is the last. Raises BadVerdict, with the request's record unchanged.
+    A delta with a finish_reason is the last. Raises BadEvent, with the request's record unchanged.
     """
     _check(row, verdict, len(request.token_ids))
     request.context_len = verdict.context_len
@@ -58,16 +54,16 @@ def _check(row: RowPlan, verdict: Verdict, num_known: int) -> None:
     num_tokens = len(verdict.token_ids)
     if not row.samples:
         if num_tokens or verdict.context_len != row.context_len + row.query_len:
-            raise BadVerdict("a prompt chunk that does not sample must end at context_len + query_len without tokens")
+            raise BadEvent("a prompt chunk that does not sample must end at context_len + query_len without tokens")
         return
     if not 1 <= num_tokens <= row.verify_len + 1:
-        raise BadVerdict(f"{num_tokens} tokens for a row that verifies {row.verify_len} drafts")
+        raise BadEvent(f"{num_tokens} tokens for a row that verifies {row.verify_len} drafts")
     if verdict.num_accepted != num_tokens - 1 or not verdict.num_accepted <= verdict.num_drafted <= row.verify_len:
-        raise BadVerdict(
+        raise BadEvent(
             f"{verdict.num_accepted} of {verdict.num_drafted} drafts accepted, but {num_tokens} tokens for a row that "
             f"verifies {row.verify_len} drafts"
         )
     if verdict.context_len != num_known + num_tokens - 1:
-        raise BadVerdict(f"context_len {verdict.context_len} with {num_known + num_tokens} tokens known")
+        raise BadEvent(f"context_len {verdict.context_len} with {num_known + num_tokens} tokens known")
     if verdict.logprobs and len(verdict.logprobs) != num_tokens:
-        raise BadVerdict(f"{len(verdict.logprobs)} logprobs for {num_tokens} tokens")
+        raise BadEvent(f"{len(verdict.logprobs)} logprobs for {num_tokens} tokens")

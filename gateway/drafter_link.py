@@ -66,6 +66,7 @@ class DrafterLink:
         self.info: DrafterInfo | None = None
         self.channel: ChannelOpened | None = None
         self.detail = "not connected yet"
+        self.was_ready = False
         self._state = LinkState.CONNECTING
         self._target_address = target_address
         self._gateway_id = gateway_id
@@ -209,6 +210,7 @@ class DrafterLink:
             self._cancel_timer()
             self.channel = event
             self._state = LinkState.READY
+            self.was_ready = True
             self.detail = ""
             _log.info("drafting with %s over %s", self.address, event.kind)
             self._on_ready()

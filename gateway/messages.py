@@ -12,6 +12,10 @@ from enum import Enum
 from gateway.generation import SamplingOptions, TokenLogprob
 
 
+class BadEvent(Exception):
+    """A service sent something that makes no sense; says what. The stream it came on is given up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What a service has left. free_blocks counts cached blocks that may be evicted."""

@@ -73,6 +73,11 @@ class DeltaStream:
         self._on_leave = None
         self._rouse()
 
+    def disown(self) -> None:
+        """The request was not taken on: there is nothing to cancel."""
+        self._over = True
+        self._on_leave = None
+
     def _rouse(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -232,7 +237,7 @@ class ActiveRequest:
             self.prompt_len,
             self.max_total_len,
             self.generation.sampling,
-            self.seed,
+            self.seed % 2**64,
             self.generation.sampling.seed is not None,
             channel_id,
             mid_stream,

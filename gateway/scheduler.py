@@ -70,6 +70,10 @@ class Scheduler:
 
     # Who is where.
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a request of this id has not ended."""
+        return request_id in self.placed or any(request.request_id == request_id for request in self.waiting)
+
     def enqueue(self, request: ActiveRequest) -> None:
         """Let it wait, in order of arrival."""
         request.phase = Phase.WAITING

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from gateway.bonds import Bonds
 from gateway.clients import StreamLost, TargetStream
-from gateway.commits import BadVerdict, apply_verdict
+from gateway.commits import apply_verdict
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayError, GenerationTimeout, InvalidGeneration, StepFailed, TargetUnavailable
 from gateway.messages import (
@@ -32,7 +32,7 @@ from gateway.messages import (
     TargetInfo,
 )
 from gateway.metrics import GatewayMetrics
-from gateway.requests import ActiveRequest, Bond, DeltaStream, Phase
+from gateway.requests import ActiveRequest, Bond, Phase
 from gateway.scheduler import Limits, ScheduledRow, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -69,12 +69,9 @@ class TargetLoop:
         self._stream: TargetStream | None = None
         self._greeted_by = 0.0
         self._flight: _Flight | None = None
-        self._seq = 0
         self._pause_until = 0.0
         self._request_s = 1.0  # how long a request takes, smoothed; for Retry-After
-        self.bonds = Bonds(
-            config, gateway_id, metrics, self.scheduler.placed, self._on_new_channel, self._on_drafter_answer
-        )
+        self.bonds = Bonds(config, gateway_id, metrics, self.scheduler.placed, self._on_drafter_answer)
 
     # The task's side.
 
@@ -191,12 +188,18 @@ class TargetLoop:
             _log.info("no target at %s: %s", self.address, reason)
         self.detail = reason
         self._stream = None
-        self._flight = None
+        flight, self._flight = self._flight, None
         if self.bonds.link is not None:
             self.bonds.link.target_down()
+        if flight is not None:
+            for row in flight.rows:
+                row.request.faults += 1  # whatever ends the target whenever it is run must not do so for ever
         for request in list(self.scheduler.placed.values()):
-            self._metrics.resumptions.inc()
-            self._send_back(request)
+            if request.faults >= MAX_FAULTS:
+                self._fail(request, StepFailed("The model was lost each time it ran this request."))
+            else:
+                self._metrics.resumptions.inc()
+                self._send_back(request)
         self._gauge()
 
     def _on_target_admitted(self, event: Admitted) -> None:
@@ -206,7 +209,7 @@ class TargetLoop:
         match event.status:
             case AdmitStatus.OK:
                 if event.cached_len >= request.placed_len:
-                    raise BadVerdict(f"cached_len {event.cached_len} of {request.placed_len} tokens")
+                    raise BadEvent(f"cached_len {event.cached_len} of {request.placed_len} tokens")
                 request.target_answered = True
                 request.cached_len = min(request.cached_len, event.cached_len)
                 self._start(request)
@@ -232,7 +235,7 @@ class TargetLoop:
     def _on_result(self, result: StepResult) -> None:
         flight = self._flight
         if flight is None or result.seq != flight.plan.seq or len(result.verdicts) != len(flight.rows):
-            raise BadVerdict(f"step {result.seq} is not the one under way, or its rows are not those planned")
+            raise BadEvent(f"step {result.seq} is not the one under way, or its rows are not those planned")
         self._flight = None
         self._capacity = result.capacity
         now = time.monotonic()
@@ -245,7 +248,7 @@ class TargetLoop:
             if request.phase is not Phase.RUNNING or request.epoch != plan.epoch:
                 continue  # it ended or lost its placement meanwhile
             if verdict.request_id != plan.request_id:
-                raise BadVerdict(f"a verdict for {verdict.request_id!r} in the place of {plan.request_id!r}")
+                raise BadEvent(f"a verdict for {verdict.request_id!r} in the place of {plan.request_id!r}")
             if verdict.status is RowStatus.STARVED:
                 starved.append(request)
             elif verdict.status is RowStatus.UNKNOWN:
@@ -289,9 +292,6 @@ class TargetLoop:
 
     # Events of the drafter.
 
-    def _on_new_channel(self) -> None:
-        self._seq = 0  # steps are counted per channel
-
     def _on_drafter_answer(self) -> None:
         for request in [r for r in self.scheduler.placed.values() if r.phase is Phase.PLACING]:
             self._start(request)
@@ -310,7 +310,7 @@ class TargetLoop:
             request.started = True
             self._metrics.queue_time.observe(now - request.submitted_at)
         stream.admit(request.placement("", mid_stream=False))
-        self.bonds.ask(request, self._seq + 1, mid_stream=False)
+        self.bonds.ask(request, mid_stream=False)
         if request.bond is Bond.ASKED:
             asyncio.get_running_loop().call_later(
                 self._config.step_deadline_ms / 1e3, self._start_without_drafter, request, request.epoch
@@ -385,15 +385,14 @@ class TargetLoop:
             self._gauge()
 
     def _send_plan(self, stream: TargetStream, now: float) -> None:
-        self.bonds.ask_anew(self._seq + 1, now)
+        self.bonds.ask_anew(now)
         drafting = self.bonds.drafting()
         rows = self.scheduler.plan_rows(self._limits, drafting)
         if not rows:
             return
-        self._seq += 1
         channel = self.bonds.channel_of(rows)
         plan = StepPlan(
-            self._seq,
+            self.bonds.number_step(channel),
             channel.channel_id if channel is not None else "",
             channel.channel_epoch if channel is not None else 0,
             tuple([row.plan for row in rows]),
