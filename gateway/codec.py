@@ -12,6 +12,7 @@ from gateway.generation import TokenLogprob
 from gateway.messages import (
     AdmitStatus,
     Admitted,
+    BadEvent,
     Capacity,
     ChannelOpened,
     DrafterEvent,

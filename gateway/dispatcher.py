@@ -7,6 +7,7 @@ its deltas. Owns the target loops.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 import uuid
@@ -24,8 +25,6 @@ from gateway.metrics import GatewayMetrics
 from gateway.requests import ActiveRequest, DeltaStream
 from gateway.target_loop import TargetLoop
 from gateway.trimming import TokenText, Trimmer
-
-_DRAIN_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,10 @@ class Dispatcher:
     async def stop(self, drain_s: float) -> None:
         """Take nothing new, let what is there go on for `drain_s`, end the rest with ShuttingDown, and disconnect."""
         self._stopping = True
-        deadline = time.monotonic() + drain_s
-        while self._num_active() and time.monotonic() < deadline:
-            await asyncio.sleep(_DRAIN_POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                for loop in self._loops:  # one that has become idle stays so: nothing new comes in
+                    await loop.idle.wait()
         for loop in self._loops:
             loop.fail_all(ShuttingDown("The gateway is stopping."))
         for task in self._tasks:
@@ -154,9 +154,6 @@ class Dispatcher:
             self._at_the_door -= 1
         assert loop.info is not None  # it was told with `up`
         return loop.info
-
-    def _num_active(self) -> int:
-        return sum(len(loop.scheduler.waiting) + len(loop.scheduler.placed) for loop in self._loops)
 
     def status(self) -> GatewayStatus:
         """How everything is right now."""

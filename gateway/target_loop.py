@@ -18,10 +18,11 @@ from gateway.bonds import Bonds
 from gateway.clients import StreamLost, TargetStream
 from gateway.commits import apply_verdict
 from gateway.config import GatewayConfig
-from gateway.errors import GatewayError, GenerationTimeout, InvalidGeneration, StepFailed, TargetUnavailable
+from gateway.errors import GatewayError, GenerationTimeout, InvalidGeneration, QueueFull, StepFailed, TargetUnavailable
 from gateway.messages import (
     AdmitStatus,
     Admitted,
+    BadEvent,
     Capacity,
     Fault,
     Released,
@@ -58,6 +59,8 @@ class TargetLoop:
         self.address = config.target
         self.info: TargetInfo | None = None
         self.up = asyncio.Event()
+        self.idle = asyncio.Event()  # no request here
+        self.idle.set()
         self.lost_since = time.monotonic()
         self.detail = "not connected yet"
         self.scheduler = Scheduler()
@@ -122,12 +125,14 @@ class TargetLoop:
 
     # The dispatcher's side.
 
-    def submit(self, request: ActiveRequest, stream: DeltaStream) -> None:
-        """Take on a request that has been checked. Its deltas and errors go to `stream`'s weak reference in the
-        request.
-        """
+    def submit(self, request: ActiveRequest) -> None:
+        """Take on a request that has been checked. Raises QueueFull when it would wait behind too many."""
         self.scheduler.enqueue(request)
         self._advance()
+        if request.phase is Phase.WAITING and len(self.scheduler.waiting) > self._config.max_waiting:
+            self._end(request, QueueFull.__name__)
+            raise QueueFull(self.retry_after_s())
+        self._gauge()
 
     def cancel(self, request: ActiveRequest) -> None:
         """Its client is gone: give everything back now; what is under way for it is dropped when it comes."""
@@ -421,6 +426,10 @@ class TargetLoop:
         metrics = self._metrics
         metrics.waiting.set(len(self.scheduler.waiting))
         metrics.running.set(len(self.scheduler.placed))
+        if self.scheduler.waiting or self.scheduler.placed:
+            self.idle.clear()
+        else:
+            self.idle.set()
         if self.up.is_set():
             metrics.free_seats.set(self._capacity.free_seats)
             metrics.cache_use.set(1 - self._capacity.free_blocks / self._limits.usable_blocks)
