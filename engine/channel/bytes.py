@@ -31,9 +31,9 @@ KIND = "bytes"
 
 @dataclass(frozen=True, slots=True)
 class EntryMessage:
-    """A ring or reply entry on its way; mirrors RingEntry and ReplyEntry of protos/target.proto (num_tokens 0 in replies).
+    """A ring or reply entry on its way; mirrors RingEntry and ReplyEntry of protos/target.proto.
 
-    tensors: by region name (`ring.positions`, `reply.tokens`), each cut to the entry's size.
+    num_tokens: 0 in replies. tensors: by region name (`ring.positions`, `reply.tokens`), cut to the entry's size.
     """
 
     channel_id: str
@@ -144,8 +144,14 @@ class _End:
         deadline = Deadline(deadline_s)
         with self._changed:
             while self._newest < seq and not deadline.passed and self.peer_alive():
-                self._changed.wait(deadline.left_s)
+                self._changed.wait(self._until_news(deadline))
             return None if self._closed else self._incoming.get(seq)
+
+    def _until_news(self, deadline: Deadline) -> float:
+        """Seconds that a waiter may sleep: nobody wakes it when the time for the stream to come runs out."""
+        if self._linked:
+            return deadline.left_s
+        return min(deadline.left_s, max(0.0, self._attach_end - time.monotonic()))
 
 
 class BytesTargetEnd(_End):
@@ -184,7 +190,7 @@ class BytesTargetEnd(_End):
         ChannelError names what is malformed.
         """
         if not 0 <= message.num_rows <= self.spec.max_rows:
-            raise ChannelError(f"max_rows: the reply has {message.num_rows} rows, the channel takes {self.spec.max_rows}")
+            raise ChannelError(f"max_rows: a reply of {message.num_rows} rows; the channel takes {self.spec.max_rows}")
         return self._accept(message, reply_shapes(self.spec, message.num_rows))
 
     def take_reply(self, seq: int, deadline_s: float) -> ReplyEntry | None:

@@ -14,8 +14,8 @@ class RegionDescription:
     """One region of shared memory.
 
     kind `shm`: handle is the name of the object under /dev/shm; `bytes`: empty, entries travel in RPCs; `cuda_ipc`: a
-    64-byte handle. offset: bytes into the object. shape: the first dimension is the channel's depth (control: one page).
-    dtype: numpy-style name. device_uuid: empty on the CPU.
+    64-byte handle. offset: bytes into the object. shape: the first dimension is the channel's depth (control page: 512
+    words). dtype: numpy-style name. device_uuid: empty on the CPU.
     """
 
     name: str
@@ -29,7 +29,7 @@ class RegionDescription:
 
 @dataclass(frozen=True, slots=True)
 class ChannelDescription:
-    """A channel as its exporter describes it. The dtype of hidden states is that of the region `ring.hidden`."""
+    """A channel as its exporter describes it. The dtype of hidden states is the region `ring.hidden`'s."""
 
     channel_id: str
     epoch: int

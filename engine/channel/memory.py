@@ -97,8 +97,10 @@ def reap(shm_dir: Path = SHM_DIR) -> list[str]:
 
 
 def _create_locked(shm_dir: Path) -> tuple[Path, int]:
-    """A new file, locked before anyone else could take it for a dead process's: a reaper in between unlinks it, which shows
-    in its link count, and then another name is tried.
+    """A new file, locked by this process.
+
+    A reaper that comes between the two takes it for a dead process's and unlinks it: that shows in its link count, and
+    another name is tried.
     """
     for _ in range(CREATE_TRIES):
         path = shm_dir / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
