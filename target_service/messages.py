@@ -134,7 +134,7 @@ class AdmissionStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReply:
-    """cached_len: leading tokens whose KV is here already, always < len(token_ids). field, detail: why it is INVALID."""
+    """cached_len: leading tokens whose KV is here already; always < len(token_ids). field, detail: why INVALID."""
 
     request_id: str
     epoch: int

@@ -127,7 +127,7 @@ class StepRunner:
     def _verify(
         self, step: StepRequest, batch: StepBatch, logits: torch.Tensor | None, drafts: StepDrafts
     ) -> tuple[dict[int, list[int]], StepRecord]:
-        """Each sampling row's tokens by row index, and the step as the drafter needs it; moves the per-seat state on."""
+        """Tokens of each row that samples, and the step as the drafter needs it; moves the per-seat state on."""
         num_rows = len(batch.rows)
         num_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         num_rejected = torch.zeros(num_rows, dtype=torch.int32, device=self._device)

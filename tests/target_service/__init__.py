@@ -1,1 +1,1 @@
-"""Tests of target_service."""
+"""Tests of the target service."""
