@@ -1,0 +1,155 @@
+"""Over a real socket: the official client, Unicode in events, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from gateway.errors import InvalidGeneration, QueueFull, TargetUnavailable
+from tests.gateway.rest import fakes
+from tests.gateway.text import tiny_tokenizers
+
+
+@contextlib.asynccontextmanager
+async def serving(dispatcher: fakes.FakeDispatcher) -> AsyncIterator[str]:
+    """The application on a port of its own; yields its URL."""
+    config = uvicorn.Config(fakes.make_app(dispatcher), log_level="warning", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        task = asyncio.create_task(server.serve([listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(task, 10)
+
+
+@pytest.fixture
+async def url(dispatcher: fakes.FakeDispatcher) -> AsyncIterator[str]:
+    async with serving(dispatcher) as url:
+        yield url
+
+
+@pytest.fixture
+async def official(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+async def test_official_client_chat(official: openai.AsyncOpenAI) -> None:
+    answer = await official.chat.completions.create(
+        model=fakes.MODEL,
+        messages=[{"role": "user", "content": "hello"}],
+        logprobs=True,
+        top_logprobs=1,
+        n=2,
+        extra_body={"draft_len": 3},
+    )
+    assert [choice.message.content for choice in answer.choices] == [fakes.ANSWER] * 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content
+
+
+async def test_official_client_streams(official: openai.AsyncOpenAI, dispatcher: fakes.FakeDispatcher) -> None:
+    stream = await official.chat.completions.create(
+        model=fakes.MODEL,
+        messages=[{"role": "user", "content": "hello"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == fakes.ANSWER
+    assert not any("\ufffd" in text for text in texts)
+    assert chunks[-1].usage is not None
+    extension = chunks[0].choices[0].model_extra
+    assert extension is not None
+    assert extension["outrider"]["from_draft"] == [False]
+    parts = [
+        part.choices[0].text
+        async for part in await official.completions.create(model=fakes.MODEL, prompt="a", max_tokens=50, stream=True)
+    ]
+    assert "".join(parts) == fakes.ANSWER
+    assert not dispatcher.open
+
+
+async def test_official_client_understands_the_errors(
+    official: openai.AsyncOpenAI, dispatcher: fakes.FakeDispatcher
+) -> None:
+    async def ask(model: str = fakes.MODEL, stream: bool = False) -> None:
+        answer = await official.completions.create(model=model, prompt="a", stream=stream)
+        if isinstance(answer, openai.AsyncStream):
+            async for _ in answer:
+                pass
+
+    with pytest.raises(openai.NotFoundError) as missing:
+        await ask("other")
+    assert missing.value.param == "model"
+    dispatcher.error = InvalidGeneration("max_tokens", "no")
+    with pytest.raises(openai.BadRequestError) as bad:
+        await ask()
+    assert bad.value.param == "max_tokens"
+    dispatcher.error = QueueFull(1)
+    with pytest.raises(openai.RateLimitError):
+        await ask(stream=True)
+    dispatcher.error, dispatcher.fails_after = TargetUnavailable("away"), 1
+    with pytest.raises(openai.APIError, match="away"):
+        await ask(stream=True)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_client_that_leaves_cancels_its_generations(streamed: bool, n: int) -> None:
+    dispatcher = fakes.FakeDispatcher(tiny_tokenizers.byte_level(), never_ends=True)
+    async with serving(dispatcher) as url, httpx.AsyncClient() as http:
+        body = {"prompt": "a", "max_tokens": 50, "stream": streamed, "n": n}
+        if streamed:
+            async with http.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as answer:
+                await anext(answer.aiter_lines())
+                assert len(dispatcher.open) == n
+        else:
+            task = asyncio.create_task(http.post(f"{url}/v1/completions", json=body, timeout=30))
+            await dispatcher.wait_open(n)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await dispatcher.wait_open(0)
+
+
+async def test_a_client_that_leaves_before_the_first_token(dispatcher: fakes.FakeDispatcher) -> None:
+    dispatcher.never_ends, dispatcher.commit_len = True, 1
+    entered = asyncio.Event()
+
+    async def hang(generation: object) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    dispatcher.submit = hang  # type: ignore[method-assign, assignment]
+    async with serving(dispatcher) as url, httpx.AsyncClient() as http:
+        task = asyncio.create_task(http.post(f"{url}/v1/completions", json={"prompt": "a", "stream": True}))
+        await asyncio.wait_for(entered.wait(), 10)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    # `serving` ends only when no request is left behind
+
+
+async def test_a_fault_of_ours_is_a_500_without_details(dispatcher: fakes.FakeDispatcher) -> None:
+    async def broken(generation: object) -> None:
+        raise RuntimeError("secret")
+
+    dispatcher.submit = broken  # type: ignore[method-assign, assignment]
+    async with serving(dispatcher) as url, httpx.AsyncClient() as http:
+        answer = await http.post(f"{url}/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert "secret" not in answer.text
