@@ -88,10 +88,15 @@ class GatewayConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The gateway's settings and the model they serve (directory or name, as written or overridden)."""
+    """The gateway's settings and the model they serve.
+
+    model: directory or name, the override before what the file says. model_label: what it is called: what the file
+    says, if it says anything.
+    """
 
     gateway: GatewayConfig
     model: str
+    model_label: str
 
 
 def load_config(path: str | Path, model_override: str | None = None) -> LoadedConfig:
@@ -107,11 +112,11 @@ def load_config(path: str | Path, model_override: str | None = None) -> LoadedCo
     for key in raw:
         if key not in TOP_LEVEL_KEYS:
             raise ConfigError(str(key), f"unknown key; known are {', '.join(sorted(TOP_LEVEL_KEYS))}")
-    model = model_override if model_override is not None else raw.get("model")
-    if not isinstance(model, str) or not model:
+    label = raw.get("model", model_override)
+    if not isinstance(label, str) or not label:
         raise ConfigError("model", "must name a model directory or a model")
     section = raw.get("gateway")
-    return LoadedConfig(_gateway_section({} if section is None else section), model)
+    return LoadedConfig(_gateway_section({} if section is None else section), model_override or label, label)
 
 
 def _gateway_section(section: Any) -> GatewayConfig:

@@ -87,8 +87,10 @@ class Dispatcher:
         self._tasks = []
 
     async def run_until_failure(self) -> None:
-        """Wait for as long as the loops are well; raises what ended one of them, which is a fault of the gateway's own."""
-        await asyncio.gather(*self._tasks)
+        """Wait for as long as the loops are well; raises what ended one of them: a fault of the gateway's own."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
     async def submit(self, generation: Generation) -> DeltaStream:
         """Start a generation; iterate what comes back for its deltas.

@@ -38,14 +38,15 @@ class Problem:
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The OpenAI error object: `{"error": {"message", "type", "param", "code"}}`."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        message = self.named_message()
+        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """HTTP headers that go with it."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
-    def grpc_detail(self) -> str:
-        """The gRPC status message; names the field where one is at fault."""
+    def named_message(self) -> str:
+        """The message, starting with the field where one is at fault."""
         return self.message if self.param is None else f"{self.param}: {self.message}"
 
 

@@ -245,7 +245,6 @@ class TargetLoop:
         self._capacity = result.capacity
         now = time.monotonic()
         self._time_step(result, flight, now)
-        self.bonds.step_done(flight.plan, result.drafts_missed)
         starved: list[ActiveRequest] = []
         ran = False
         for row, verdict in zip(flight.rows, result.verdicts, strict=True):
@@ -271,6 +270,8 @@ class TargetLoop:
                     stream.put(delta)
         if starved:
             self._relieve(starved, ran, now)
+        # Last: a miss closes the channel, and what waited for the drafter then goes on at once.
+        self.bonds.step_done(flight.plan, result.drafts_missed)
 
     def _relieve(self, starved: list[ActiveRequest], ran: bool, now: float) -> None:
         """Blocks have run out under `starved`."""
