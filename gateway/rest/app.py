@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from gateway.dispatcher import GatewayStatus
 from gateway.error_map import Problem, describe
 from gateway.errors import GatewayError
 from gateway.generation import Generation
@@ -41,30 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceHealth:
-    """One service as the gateway sees it. role: target or drafter; state: serving, connecting or lost."""
-
-    role: str
-    address: str
-    state: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class HealthReport:
-    """ready: a request sent now would be served. running, waiting: requests on the target and in the queue."""
-
-    ready: bool
-    services: tuple[ServiceHealth, ...]
-    running: int
-    waiting: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Deps:
     dispatcher: Submitter
     served: ServedModel
-    health: Callable[[], HealthReport]
+    status: Callable[[], GatewayStatus]
     registry: CollectorRegistry
     max_body_bytes: int
 
@@ -73,13 +54,13 @@ def create_app(
     *,
     dispatcher: Submitter,
     served: ServedModel,
-    health: Callable[[], HealthReport],
+    status: Callable[[], GatewayStatus],
     registry: CollectorRegistry,
     version: str,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
 ) -> FastAPI:
-    """The application. health: called for each `GET /health`. registry: what `GET /metrics` tells."""
-    deps = _Deps(dispatcher, served, health, registry, max_body_bytes)
+    """The application. status: called for each `GET /health`. registry: what `GET /metrics` tells."""
+    deps = _Deps(dispatcher, served, status, registry, max_body_bytes)
     app = FastAPI(title="Outrider", version=version, description=openapi.DESCRIPTION)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(GatewayError, _on_gateway_error)
@@ -135,7 +116,7 @@ def _add_status_routes(app: FastAPI, deps: _Deps) -> None:
     @app.get("/health", tags=["status"])
     async def get_health() -> JSONResponse:
         """200 while requests are served, 503 while they would have to wait for the target."""
-        report = deps.health()
+        report = deps.status()
         services = [
             {"role": service.role, "address": service.address, "state": service.state, "detail": service.detail}
             for service in report.services

@@ -108,13 +108,13 @@ async def prepare(request: ChatCompletionRequest, served: ServedModel) -> tuple[
     """The generations asked for and the answer to fill from them. Raises ApiError naming the field."""
     check_shared(request, served)
     if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs", "top_logprobs: is only allowed when logprobs is true")
+        raise invalid("top_logprobs", "is only allowed when logprobs is true")
     if request.response_format is not None and request.response_format != {"type": "text"}:
-        raise invalid("response_format", "response_format: only the type text is supported", "unsupported_parameter")
+        raise invalid("response_format", "only the type text is supported", "unsupported_parameter")
     max_tokens = request.max_tokens
     if request.max_completion_tokens is not None:
         if max_tokens not in (None, request.max_completion_tokens):
-            raise invalid("max_completion_tokens", "max_completion_tokens: differs from max_tokens, its older name")
+            raise invalid("max_completion_tokens", "differs from max_tokens, its older name")
         max_tokens = request.max_completion_tokens
     messages = [
         # "developer" is OpenAI's newer word; templates know "system".

@@ -64,7 +64,7 @@ async def prepare(request: CompletionRequest, served: ServedModel) -> tuple[list
     check_shared(request, served)
     num_choices = request.n or 1
     if request.best_of is not None and request.best_of != num_choices:
-        raise invalid("best_of", "best_of: only as many as n are supported", "unsupported_parameter")
+        raise invalid("best_of", "only as many as n are supported", "unsupported_parameter")
     prompts: list[tuple[int, ...]] = []
     for index, prompt in enumerate(request.prompt):
         path = "prompt" if len(request.prompt) == 1 else f"prompt[{index}]"
@@ -72,7 +72,7 @@ async def prepare(request: CompletionRequest, served: ServedModel) -> tuple[list
             prompts.append(await served.encode(prompt, path, add_special_tokens=True))
         else:
             if not prompt:
-                raise invalid(path, f"{path}: must not be empty")
+                raise invalid(path, "must not be empty")
             served.check_token_ids(prompt, path)
             prompts.append(tuple(prompt))
     answer_id = f"cmpl-{uuid.uuid4().hex}"

@@ -19,14 +19,11 @@ def check_shared(request: GenerationRequest, served: ServedModel) -> None:
     if request.model is not None and request.model != served.name:
         raise unknown_model(request.model[:256], served.name)
     if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options", "stream_options: is only allowed when stream is true")
+        raise invalid("stream_options", "is only allowed when stream is true")
     served.check_token_ids(request.stop_token_ids or (), "stop_token_ids")
     for token_id in request.logit_bias or ():
         if token_id >= served.vocab_size:
-            raise invalid(
-                f"logit_bias.{token_id}",
-                f"logit_bias.{token_id}: is not below the vocabulary's size, {served.vocab_size}",
-            )
+            raise invalid(f"logit_bias.{token_id}", f"is not below the vocabulary's size, {served.vocab_size}")
 
 
 def build_generations(
@@ -41,7 +38,7 @@ def build_generations(
     """One generation for each choice: `n` in a row for each prompt. Raises ApiError where they are too many."""
     num_choices = request.n or 1
     if num_choices * len(prompts) > MAX_CHOICES:
-        raise invalid("n", f"n: {num_choices} choices of {len(prompts)} prompts are more than {MAX_CHOICES} together")
+        raise invalid("n", f"{num_choices} choices of {len(prompts)} prompts are more than {MAX_CHOICES} together")
     return [
         Generation(
             request_id=f"{answer_id}-{position * num_choices + index}",

@@ -15,15 +15,15 @@ class ApiError(Exception):
         self.problem = problem
 
 
-def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """400: the input named by `param` is wrong."""
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+    """400: the input named by `param` is wrong; `message` goes on from its name."""
     status = grpc.StatusCode.INVALID_ARGUMENT
     return ApiError(Problem(400, "invalid_request_error", code, param, message, None, status))
 
 
 def unknown_model(model: str, served: str) -> ApiError:
     """404: another model than the one served."""
-    message = f"The model {model!r} does not exist; this server serves {served!r}."
+    message = f"{model!r} does not exist; this server serves {served!r}"
     return ApiError(
         Problem(404, "invalid_request_error", "model_not_found", "model", message, None, grpc.StatusCode.NOT_FOUND)
     )
@@ -31,7 +31,7 @@ def unknown_model(model: str, served: str) -> ApiError:
 
 def too_large(max_bytes: int) -> ApiError:
     """413: the body is longer than this server reads."""
-    message = f"The request body is longer than {max_bytes} bytes."
+    message = f"is longer than {max_bytes} bytes"
     status = grpc.StatusCode.INVALID_ARGUMENT
     return ApiError(Problem(413, "invalid_request_error", "request_too_large", "body", message, None, status))
 

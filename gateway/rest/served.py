@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.rest.problems import invalid
+from gateway.errors import InvalidGeneration
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.errors import TemplateRefusal, TextError
 from gateway.text.tokenizer import Tokenizer
@@ -53,40 +53,34 @@ class ServedModel:
         )
 
     def check_token_ids(self, token_ids: Sequence[int], path: str) -> None:
-        """Raises ApiError naming the first id that the model does not have. path: of the list."""
+        """Raises InvalidGeneration naming the first id that the model does not have. path: of the list."""
         if max(token_ids, default=0) >= self.vocab_size:
             index = next(index for index, token_id in enumerate(token_ids) if token_id >= self.vocab_size)
             field = f"{path}[{index}]"
-            raise invalid(field, f"{field}: {token_ids[index]} is not below the vocabulary's size, {self.vocab_size}")
+            raise InvalidGeneration(field, f"{token_ids[index]} is not below the vocabulary's size, {self.vocab_size}")
 
     async def encode(self, text: str, field: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises ApiError naming `field` where there are none, or surely too many."""
+        """Token ids of a prompt. Raises InvalidGeneration naming `field` where there are none, or surely too many."""
         tokenizer = self.tokenizer
         if self.max_model_len is not None and len(text) > self.max_model_len * max(1, tokenizer.longest_token):
-            raise invalid(
-                field,
-                f"{field}: its {len(text)} characters cannot fit in the model's {self.max_model_len} tokens",
-                "context_length_exceeded",
+            raise InvalidGeneration(
+                field, f"its {len(text)} characters cannot fit in the model's {self.max_model_len} tokens"
             )
         if len(text) <= INLINE_CHARACTERS:
             token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if not token_ids:
-            raise invalid(field, f"{field}: must not be empty")
+            raise InvalidGeneration(field, "must not be empty")
         return tuple(token_ids)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, field: str = "messages"
     ) -> tuple[int, ...]:
-        """Token ids of a conversation. Raises ApiError naming `messages`."""
+        """Token ids of a conversation. Raises InvalidGeneration naming `field`."""
         template = self.chat_template
         if template is None:
-            raise invalid(
-                "messages",
-                f"messages: the model {self.name} has no chat template; use /v1/completions",
-                "no_chat_template",
-            )
+            raise InvalidGeneration(field, f"the model {self.name} has no chat template; use plain prompts")
         try:
             size = sum(len(message["content"]) for message in messages)
             if size <= INLINE_CHARACTERS:
@@ -94,8 +88,8 @@ class ServedModel:
             else:
                 text = await asyncio.to_thread(template.render, messages, variables=variables)
         except TemplateRefusal as error:
-            raise invalid("messages", f"messages: {error}") from error
-        return await self.encode(text, "messages", add_special_tokens=False)
+            raise InvalidGeneration(field, str(error)) from error
+        return await self.encode(text, field, add_special_tokens=False)
 
 
 def _size(value: object) -> int | None:

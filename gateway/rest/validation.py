@@ -42,9 +42,9 @@ def parse_request(body: bytes, schema: type[SchemaT]) -> SchemaT:
     """`body` as `schema`. Raises ApiError (400) naming the field."""
     content = _parse_json(body)
     if not isinstance(content, dict):
-        raise invalid("body", "The request body must be a JSON object.", "invalid_json")
+        raise invalid("body", "must be a JSON object", "invalid_json")
     for path, detail in _json_faults(content):
-        raise invalid(_shorten(path), f"{_shorten(path)}: {detail}")
+        raise invalid(_shorten(path), detail)
     try:
         return schema.model_validate(content)
     except ValidationError as error:
@@ -55,13 +55,13 @@ def _parse_json(body: bytes) -> Any:
     try:
         return json.loads(body.decode("utf-8"), parse_int=_parse_int, parse_float=_parse_float)
     except UnicodeDecodeError as error:
-        message = f"The request body is not UTF-8: {error.reason} at byte {error.start}."
+        message = f"is not UTF-8: {error.reason} at byte {error.start}"
         raise invalid("body", message, "invalid_json") from error
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
-        raise invalid("body", f"The request body is not JSON: {error.msg}: {where}.", "invalid_json") from error
+        raise invalid("body", f"is not JSON: {error.msg}: {where}", "invalid_json") from error
     except RecursionError as error:
-        raise invalid("body", "The request body is nested too deeply.", "invalid_json") from error
+        raise invalid("body", "is nested too deeply", "invalid_json") from error
 
 
 def _parse_int(text: str) -> float | int:
@@ -138,5 +138,4 @@ def _first_fault(error: ValidationError, schema: type[Schema]) -> ApiError:
     else:
         message = first["msg"]
         detail = message[:1].lower() + message[1:]
-    shown = _shorten(path or "body")
-    return invalid(shown, f"{shown}: {detail}", code)
+    return invalid(_shorten(path or "body"), detail, code)

@@ -10,9 +10,10 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from gateway.dispatcher import GatewayStatus, ServiceStatus
 from gateway.errors import GatewayError
 from gateway.generation import Delta, Generation, GenerationUsage, TokenLogprob
-from gateway.rest.app import HealthReport, ServiceHealth, create_app
+from gateway.rest.app import create_app
 from gateway.rest.running import DeltaSource
 from gateway.rest.served import ServedModel
 from gateway.text.chat_template import ChatTemplate
@@ -120,17 +121,17 @@ def served(
     )
 
 
-def ready() -> HealthReport:
-    return HealthReport(True, (ServiceHealth("target", "127.0.0.1:1", "serving"),), 1, 2)
+def ready() -> GatewayStatus:
+    return GatewayStatus((ServiceStatus("127.0.0.1:1", "target", "serving", ""),), 1, 2, True)
 
 
 def make_app(
-    dispatcher: FakeDispatcher, model: ServedModel | None = None, health: Callable[[], HealthReport] = ready
+    dispatcher: FakeDispatcher, model: ServedModel | None = None, status: Callable[[], GatewayStatus] = ready
 ) -> FastAPI:
     return create_app(
         dispatcher=dispatcher,
         served=model or served(dispatcher.tokenizer),
-        health=health,
+        status=status,
         registry=CollectorRegistry(),
         version="0",
         max_body_bytes=100_000,

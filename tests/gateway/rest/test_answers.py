@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.dispatcher import GatewayStatus, ServiceStatus
 from gateway.errors import (
     GatewayError,
     GenerationTimeout,
@@ -19,7 +20,6 @@ from gateway.errors import (
     StepFailed,
     TargetUnavailable,
 )
-from gateway.rest.app import HealthReport, ServiceHealth
 from tests.gateway.rest import fakes
 from tests.gateway.rest.test_validation import CHAT, HELLO, TEXT
 
@@ -248,13 +248,13 @@ async def test_errors_of_a_generation(
         if isinstance(error, QueueFull):
             assert answer.headers["retry-after"] == "3"
     assert content["error"]["param"] == param
-    assert content["error"]["message"] == error.detail
+    assert content["error"]["message"] == (f"{param}: {error.detail}" if param else error.detail)
     assert not dispatcher.open
 
 
 async def test_models_health_metrics_and_docs(dispatcher: fakes.FakeDispatcher) -> None:
-    reports = [fakes.ready(), HealthReport(False, (ServiceHealth("target", "h:1", "lost", "gone"),), 0, 4)]
-    async with fakes.client(fakes.make_app(dispatcher, health=lambda: reports[0])) as http:
+    reports = [fakes.ready(), GatewayStatus((ServiceStatus("h:1", "target", "lost", "gone"),), 0, 4, False)]
+    async with fakes.client(fakes.make_app(dispatcher, status=lambda: reports[0])) as http:
         models = (await http.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == [fakes.MODEL]
         assert (await http.get(f"/v1/models/{fakes.MODEL}")).json()["object"] == "model"

@@ -208,7 +208,8 @@ async def test_a_long_body_is_not_read_to_its_end(http: httpx.AsyncClient) -> No
     error = await refused(http, TEXT, json.dumps({"prompt": "a" * 100_000}), 413)
     assert error["param"] == "body"
     error = await refused(http, TEXT, json.dumps({"prompt": "a" * 99_000}))
-    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["param"] == "prompt"
+    assert "cannot fit" in error["message"]
 
 
 @pytest.mark.parametrize(
