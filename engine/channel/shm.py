@@ -179,12 +179,9 @@ class ShmDrafterChannel:
         if self.closed:
             return None
         control.fence()
-        header = self._regions[RING_HEADER][seq % self.spec.depth, :4].tolist()
-        found_seq, epoch, num_rows, num_tokens = header
-        if found_seq != seq or epoch != self.spec.epoch:
-            return None
-        # The counts are read between two looks at the tag, like everything else.
-        if not self.entry_intact(seq) or num_rows > self.spec.max_rows or num_tokens > self.spec.max_tokens:
+        num_rows, num_tokens = self._regions[RING_HEADER][seq % self.spec.depth, NUM_ROWS : NUM_TOKENS + 1].tolist()
+        # The counter says that the entry was published; the tag, read after the counts, that they are still its own.
+        if not self.entry_intact(seq):
             return None
         return _ring_entry(self._regions, self.spec, seq, num_rows, num_tokens)
 
@@ -250,12 +247,14 @@ def _region_tensors(buffer: mmap.mmap, layout: ChannelLayout) -> dict[str, torch
 
     torch holds the mapping itself, so it lives as long as any view does.
     """
-    return {
-        region.name: torch.frombuffer(
-            buffer, dtype=region.dtype, count=region.num_bytes // region.dtype.itemsize, offset=region.offset
-        ).view(region.shape)
-        for region in layout.regions
-    }
+    # Ordinary tensors, whatever mode the caller is in: one made in inference mode can only be written in it.
+    with torch.inference_mode(False):
+        return {
+            region.name: torch.frombuffer(
+                buffer, dtype=region.dtype, count=region.num_bytes // region.dtype.itemsize, offset=region.offset
+            ).view(region.shape)
+            for region in layout.regions
+        }
 
 
 def _ring_entry(

@@ -99,6 +99,19 @@ def test_every_byte_of_every_entry_arrives(spec: ChannelSpec) -> None:
                     assert (reply.probs[:, drafts:] == 0).all()
 
 
+def test_torch_inference_mode_of_either_thread_does_not_matter() -> None:
+    """Services open in one thread and step in another; inference mode belongs to a thread."""
+    with ExitStack() as stack:
+        with torch.inference_mode():
+            target, drafter = stack.enter_context(channel_pair())
+            publish(target, 1)
+            drafter.publish_reply(1, reply_tokens(1, 2, 3, 11), None, None)
+            assert target.take_reply(1, NO_WAIT) is not None
+        publish(target, 2)
+        drafter.publish_reply(2, reply_tokens(2, 2, 3, 11), None, None)
+        assert target.take_reply(2, NO_WAIT) is not None
+
+
 def test_poison_shows_what_a_writer_left_out() -> None:
     with channel_pair(poison=True) as (target, drafter):
         publish(target, 1)
