@@ -24,7 +24,7 @@ from gateway.dispatcher import Dispatcher
 from gateway.errors import ConfigError
 from gateway.generation import Generation
 from gateway.metrics import GatewayMetrics
-from gateway.rest.app import HealthReport, ServiceHealth, create_app
+from gateway.rest.app import create_app
 from gateway.rest.served import ServedModel
 from gateway.servicer import GrpcFace
 from gateway.text.errors import TextError
@@ -90,7 +90,6 @@ class GatewayApp:
         self._config = config
         self._served = served
         self._registry = CollectorRegistry()
-        self._dispatcher: Dispatcher | None = None
 
     async def run(self, on_ready: Callable[[str, str], None]) -> None:
         """Serve until SIGTERM or SIGINT. on_ready: called with the REST and the gRPC address once both take requests.
@@ -103,7 +102,6 @@ class GatewayApp:
             loop.add_signal_handler(number, stop.set)
         with contextlib.closing(listen(self._config.rest, "gateway.rest")) as rest_socket:
             dispatcher = Dispatcher(self._config, self._make_text, GatewayMetrics(self._registry))
-            self._dispatcher = dispatcher
             grpc_face = GrpcFace(dispatcher, self._served, self._config.grpc, version())
             async with dispatcher:
                 try:
@@ -144,7 +142,7 @@ class GatewayApp:
         app = create_app(
             dispatcher=dispatcher,
             served=self._served,
-            health=self._health,
+            status=dispatcher.status,
             registry=self._registry,
             version=version(),
         )
@@ -160,11 +158,3 @@ class GatewayApp:
 
     def _make_text(self, generation: Generation) -> TokenText:
         return TokenText(self._served.tokenizer, generation.stop, generation.token_ids)
-
-    def _health(self) -> HealthReport:
-        assert self._dispatcher is not None  # the faces that ask exist only while it does
-        status = self._dispatcher.status()
-        services = tuple(
-            ServiceHealth(service.role, service.address, service.state, service.detail) for service in status.services
-        )
-        return HealthReport(status.ready, services, status.running, status.waiting)

@@ -1,0 +1,500 @@
+"""A target and a drafter without models, for tests of the gateway.
+
+Real gRPC servers in this process, speaking outrider.v1 the way the services do: commands in order, seats and blocks
+counted, rows checked against what is resident, verdicts by the exact accept rule over the toy language model. What a
+gateway must never do is written to `violations`. The channel between the two is a plain object. Faults are scripted
+from outside: kill, start (a new instance), hang, slow steps, too few blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos import common_pb2, drafter_pb2, drafter_pb2_grpc, target_pb2, target_pb2_grpc
+from tests.gateway.toy import END, VOCAB, draft_after, next_token
+
+_instances = itertools.count(1)
+
+
+@dataclass
+class Channel:
+    """What the two fakes share. ring, replies: by seq."""
+
+    channel_id: str
+    epoch: int
+    ring: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    replies: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    closed: bool = False
+
+    async def put(self, where: dict[int, dict[str, list[int]]], seq: int, entry: dict[str, list[int]]) -> None:
+        async with self.changed:
+            where[seq] = entry
+            where.pop(seq - 8, None)
+            self.changed.notify_all()
+
+    async def take(
+        self, where: dict[int, dict[str, list[int]]], seq: int, deadline_s: float
+    ) -> dict[str, list[int]] | None:
+        try:
+            async with asyncio.timeout(deadline_s), self.changed:
+                await self.changed.wait_for(lambda: seq in where or self.closed)
+        except TimeoutError:
+            return None
+        return where.get(seq)
+
+    async def close(self) -> None:
+        async with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+@dataclass
+class Resident:
+    """A request on a fake service."""
+
+    epoch: int
+    tokens: list[int]
+    placed_len: int
+    max_total_len: int
+    seed: int | None
+    num_logprobs: int
+    owner: int
+    context_len: int = 0
+    started: bool = False
+    blocks: int = 0
+
+
+class FakeServer:
+    """Start, stop and restart of a gRPC server on one reserved port."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
+        self.instance_id = ""
+        self.violations: list[str] = []
+        self.go = asyncio.Event()  # cleared: hangs at the next step
+        self.go.set()
+        self._server: grpc.aio.Server | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        self.reset()
+        self.instance_id = f"instance-{next(_instances)}"
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self.register(self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """Every connection breaks; everything is forgotten."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+            self.reset()
+
+
+class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
+    """The target. Everything public may be read, and changed between steps."""
+
+    def __init__(
+        self,
+        port: int,
+        num_seats: int = 8,
+        num_blocks: int = 65,
+        block_size: int = 4,
+        max_model_len: int = 256,
+        max_step_tokens: int = 64,
+        max_verify_len: int = 7,
+    ) -> None:
+        super().__init__(port)
+        self.num_seats = num_seats
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.max_step_tokens = max_step_tokens
+        self.max_verify_len = max_verify_len
+        self.step_s = 0.0
+        self.cached_len = 0
+        self.poison: set[int] = set()  # a row holding one of these tokens makes its step fail
+        self.resident: dict[str, Resident] = {}
+        self.channels: dict[str, Channel] = {}
+        self.channel_epoch = 0
+        self.plans: list[common_pb2.StepPlan] = []
+        self.results: list[target_pb2.StepResult] = []
+        self.max_resident = 0
+
+    def reset(self) -> None:
+        self.resident = {}
+        for channel in self.channels.values():
+            channel.closed = True
+        self.channels = {}
+
+    def register(self, server: grpc.aio.Server) -> None:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
+
+    # Accounting.
+
+    @property
+    def free_blocks(self) -> int:
+        return self.num_blocks - 1 - sum(resident.blocks for resident in self.resident.values())
+
+    def capacity(self) -> common_pb2.Capacity:
+        return common_pb2.Capacity(free_seats=self.num_seats - len(self.resident), free_blocks=self.free_blocks)
+
+    def assert_empty(self) -> None:
+        assert not self.violations, "\n".join(self.violations)
+        assert not self.resident, f"seats still held: {sorted(self.resident)}"
+        assert self.free_blocks == self.num_blocks - 1
+
+    async def attach(self, drafter_id: str) -> Channel:
+        old = self.channels.pop(drafter_id, None)
+        if old is not None:
+            await old.close()
+        self.channel_epoch += 1
+        channel = Channel(f"{drafter_id}@{self.instance_id}", self.channel_epoch)
+        self.channels[drafter_id] = channel
+        return channel
+
+    # The stream.
+
+    async def Serve(
+        self, request_iterator: AsyncIterator[target_pb2.TargetCommand], context: Any
+    ) -> AsyncIterator[target_pb2.TargetEvent]:
+        owner = id(context)
+        try:
+            async for command in request_iterator:
+                event = await self._carry_out(command, owner)
+                if event is not None:
+                    yield event
+        finally:
+            for request_id in [name for name, resident in self.resident.items() if resident.owner == owner]:
+                del self.resident[request_id]
+
+    async def _carry_out(self, command: target_pb2.TargetCommand, owner: int) -> target_pb2.TargetEvent | None:
+        match command.WhichOneof("command"):
+            case "hello":
+                return target_pb2.TargetEvent(info=self._info())
+            case "admit":
+                return target_pb2.TargetEvent(admitted=self._admit(command.admit, owner))
+            case "plan":
+                await self.go.wait()
+                if self.step_s:
+                    await asyncio.sleep(self.step_s)
+                return await self._step(command.plan)
+            case "release":
+                return target_pb2.TargetEvent(released=self._release(command.release))
+        self.violations.append(f"unknown command {command}")
+        return None
+
+    def _info(self) -> target_pb2.TargetInfo:
+        return target_pb2.TargetInfo(
+            instance_id=self.instance_id,
+            model="toy",
+            vocab_size=VOCAB,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            num_seats=self.num_seats,
+            max_step_tokens=self.max_step_tokens,
+            eos_token_ids=[END],
+            max_verify_len=self.max_verify_len,
+        )
+
+    def _admit(self, admit: common_pb2.AdmitRequest, owner: int) -> common_pb2.Admitted:
+        reply = common_pb2.Admitted(request_id=admit.request_id, epoch=admit.epoch)
+        if admit.request_id in self.resident:
+            self.violations.append(f"{admit.request_id} admitted twice")
+        if admit.max_total_len <= len(admit.token_ids) or admit.max_total_len > self.max_model_len:
+            self.violations.append(f"{admit.request_id}: max_total_len {admit.max_total_len}")
+        if len(self.resident) >= self.num_seats:
+            reply.status = common_pb2.ADMIT_STATUS_NO_SEAT
+            reply.capacity.CopyFrom(self.capacity())
+            return reply
+        sampling = admit.sampling
+        self.resident[admit.request_id] = Resident(
+            admit.epoch,
+            list(admit.token_ids),
+            len(admit.token_ids),
+            admit.max_total_len,
+            sampling.seed if sampling.temperature > 0 else None,
+            sampling.num_logprobs,
+            owner,
+        )
+        self.max_resident = max(self.max_resident, len(self.resident))
+        reply.status = common_pb2.ADMIT_STATUS_OK
+        reply.cached_len = min(self.cached_len, len(admit.token_ids) - 1)
+        reply.capacity.CopyFrom(self.capacity())
+        return reply
+
+    def _release(self, release: common_pb2.Release) -> common_pb2.Released:
+        resident = self.resident.get(release.request_id)
+        if resident is not None and resident.epoch <= release.epoch:
+            del self.resident[release.request_id]
+        return common_pb2.Released(request_id=release.request_id, epoch=release.epoch, capacity=self.capacity())
+
+    # A step.
+
+    async def _step(self, plan: common_pb2.StepPlan) -> target_pb2.TargetEvent:
+        self.plans.append(plan)
+        result = target_pb2.StepResult(seq=plan.seq)
+        channel = next((c for c in self.channels.values() if c.channel_id == plan.channel_id), None)
+        if plan.channel_id and (channel is None or channel.epoch != plan.channel_epoch):
+            channel = None
+        drafts: dict[str, list[int]] = {}
+        if any(row.verify_len for row in plan.rows):
+            taken = None
+            if channel is not None and not channel.closed:
+                taken = await channel.take(channel.replies, plan.drafts_from_seq, plan.deadline_ms / 1e3)
+            result.drafts_missed = taken is None
+            drafts = taken or {}
+        if sum(row.query_len for row in plan.rows) > self.max_step_tokens or not plan.rows:
+            self.violations.append(f"step {plan.seq}: too many tokens, or no row")
+        entry: dict[str, list[int]] = {}
+        for row in plan.rows:
+            resident = self.resident.get(row.request_id)
+            if resident is not None and self.poison & set(resident.tokens):
+                return target_pb2.TargetEvent(
+                    fault=target_pb2.Fault(kind="ModelError", detail="poisoned", seq=plan.seq)
+                )
+        for row in plan.rows:
+            verdict = self._row(row, drafts.get(row.request_id, []))
+            result.rows.append(verdict)
+            if verdict.status == target_pb2.ROW_STATUS_OK:
+                entry[row.request_id] = list(verdict.token_ids)
+        if channel is not None:
+            await channel.put(channel.ring, plan.seq, entry)
+        result.capacity.CopyFrom(self.capacity())
+        self.results.append(result)
+        return target_pb2.TargetEvent(result=result)
+
+    def _row(self, row: common_pb2.RowPlan, drafts: list[int]) -> target_pb2.RowResult:
+        result = target_pb2.RowResult(request_id=row.request_id, epoch=row.epoch)
+        resident = self.resident.get(row.request_id)
+        if resident is None or resident.epoch != row.epoch:
+            result.status = target_pb2.ROW_STATUS_UNKNOWN
+            return result
+        if not resident.started:
+            resident.started = True
+            resident.context_len = row.context_len
+        self._check_row(row, resident)
+        in_prompt = resident.context_len < resident.placed_len
+        drafts = [] if in_prompt else drafts[: row.verify_len]
+        drafts = drafts[: max(0, resident.max_total_len - resident.context_len - 1)]
+        query_len = row.query_len if in_prompt else 1 + len(drafts)
+        needed = -(-(resident.context_len + query_len) // self.block_size)
+        if needed > resident.blocks:
+            if needed - resident.blocks > self.free_blocks:
+                result.status = target_pb2.ROW_STATUS_STARVED
+                result.context_len = resident.context_len
+                return result
+            resident.blocks = needed
+        result.status = target_pb2.ROW_STATUS_OK
+        if in_prompt:
+            resident.context_len += query_len
+        if row.samples:
+            accepted = 0
+            for draft in drafts:
+                if draft != next_token(resident.tokens, resident.seed):
+                    break
+                resident.tokens.append(draft)
+                accepted += 1
+            resident.tokens.append(next_token(resident.tokens, resident.seed))
+            if not in_prompt:
+                resident.context_len += 1 + accepted
+            result.token_ids.extend(resident.tokens[-1 - accepted :])
+            result.num_accepted = accepted
+            result.num_drafted = len(drafts)
+            if resident.num_logprobs >= 0:
+                for token in result.token_ids:
+                    result.logprobs.add(logprob=-float(token), top_ids=[token], top_logprobs=[-float(token)])
+        result.context_len = resident.context_len
+        return result
+
+    def _check_row(self, row: common_pb2.RowPlan, resident: Resident) -> None:
+        def wrong(what: str) -> None:
+            self.violations.append(f"{row.request_id}: {what}: {' '.join(str(row).split())}")
+
+        if row.context_len != resident.context_len:
+            wrong(f"context_len is {resident.context_len}")
+        if row.verify_len > self.max_verify_len or row.draft_len > self.max_verify_len:
+            wrong("verify_len or draft_len above max_verify_len")
+        if resident.context_len < resident.placed_len:
+            left = resident.placed_len - resident.context_len
+            if row.verify_len or row.query_len > left or row.samples != (row.query_len == left):
+                wrong(f"{left} prompt tokens are left")
+        elif row.query_len != 1 + row.verify_len or not row.samples:
+            wrong("a decode row is 1 + verify_len and samples")
+
+
+@dataclass
+class DrafterState:
+    """What the drafter knows of a request."""
+
+    epoch: int
+    tokens: list[int]
+    seed: int | None
+    owner: int
+    cold: bool = False
+
+
+class FakeDrafter(FakeServer, drafter_pb2_grpc.DrafterServiceServicer):
+    """The drafter. targets: by address, as it would reach them. holes: steps of a request it follows that it missed."""
+
+    def __init__(self, port: int, targets: dict[str, FakeTarget], max_draft_len: int = 4, num_seats: int = 8) -> None:
+        super().__init__(port)
+        self.targets = targets
+        self.max_draft_len = max_draft_len
+        self.num_seats = num_seats
+        self.cached_len = 1 << 20
+        self.delay_s = 0.0
+        self.lose: set[str] = set()  # these turn cold at the next step
+        self.state: dict[str, DrafterState] = {}
+        self.channel: Channel | None = None
+        self.holes = 0
+        self.num_drafted = 0
+        self.admitted: list[common_pb2.AdmitRequest] = []
+        self.plans: list[common_pb2.StepPlan] = []
+
+    def reset(self) -> None:
+        self.state = {}
+        if self.channel is not None:
+            self.channel.closed = True
+        self.channel = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self, server)
+
+    def assert_empty(self) -> None:
+        assert not self.violations, "\n".join(self.violations)
+        assert not self.state, f"still followed: {sorted(self.state)}"
+
+    async def Serve(
+        self, request_iterator: AsyncIterator[drafter_pb2.DrafterCommand], context: Any
+    ) -> AsyncIterator[drafter_pb2.DrafterEvent]:
+        owner = id(context)
+        try:
+            async for command in request_iterator:
+                event = await self._carry_out(command, owner)
+                if event is not None:
+                    yield event
+        finally:
+            for request_id in [name for name, state in self.state.items() if state.owner == owner]:
+                del self.state[request_id]
+
+    async def _carry_out(self, command: drafter_pb2.DrafterCommand, owner: int) -> drafter_pb2.DrafterEvent | None:
+        match command.WhichOneof("command"):
+            case "hello":
+                return drafter_pb2.DrafterEvent(
+                    info=drafter_pb2.DrafterInfo(
+                        instance_id=self.instance_id,
+                        drafter_id="toy",
+                        method="ngram",
+                        max_draft_len=self.max_draft_len,
+                    )
+                )
+            case "open":
+                return await self._open(command.open.target_address)
+            case "admit":
+                return drafter_pb2.DrafterEvent(admitted=self._admit(command.admit, owner))
+            case "plan":
+                await self.go.wait()
+                return drafter_pb2.DrafterEvent(report=await self._draft(command.plan))
+            case "release":
+                release = command.release
+                state = self.state.get(release.request_id)
+                if state is not None and state.epoch <= release.epoch:
+                    del self.state[release.request_id]
+                return drafter_pb2.DrafterEvent(
+                    released=common_pb2.Released(request_id=release.request_id, epoch=release.epoch)
+                )
+        self.violations.append(f"unknown command {command}")
+        return None
+
+    async def _open(self, address: str) -> drafter_pb2.DrafterEvent:
+        target = self.targets.get(address)
+        opened = drafter_pb2.ChannelOpened(target_address=address)
+        if target is None or target._server is None:
+            opened.detail = "no target there"
+        else:
+            self.channel = await target.attach("toy")
+            opened.ok = True
+            opened.channel_id = self.channel.channel_id
+            opened.channel_epoch = self.channel.epoch
+            opened.kind = "shm"
+            opened.target_instance_id = target.instance_id
+        return drafter_pb2.DrafterEvent(opened=opened)
+
+    def _admit(self, admit: common_pb2.AdmitRequest, owner: int) -> common_pb2.Admitted:
+        self.admitted.append(admit)
+        reply = common_pb2.Admitted(request_id=admit.request_id, epoch=admit.epoch)
+        if self.channel is None or admit.channel_id != self.channel.channel_id:
+            self.violations.append(f"{admit.request_id} admitted on another channel")
+        if len(self.state) >= self.num_seats and admit.request_id not in self.state:
+            reply.status = common_pb2.ADMIT_STATUS_NO_SEAT
+            return reply
+        seed = admit.sampling.seed if admit.sampling.temperature > 0 else None
+        self.state[admit.request_id] = DrafterState(admit.epoch, list(admit.token_ids), seed, owner)
+        reply.status = common_pb2.ADMIT_STATUS_OK
+        reply.cached_len = min(self.cached_len, len(admit.token_ids) - 1)
+        return reply
+
+    async def _draft(self, plan: common_pb2.StepPlan) -> drafter_pb2.DraftReport:
+        self.plans.append(plan)
+        report = drafter_pb2.DraftReport(seq=plan.seq, channel_id=plan.channel_id)
+        channel = self.channel
+        if channel is None or (plan.channel_id, plan.channel_epoch) != (channel.channel_id, channel.epoch):
+            report.missed = True
+            return report
+        entry = await channel.take(channel.ring, plan.seq, plan.deadline_ms / 1e3)
+        if entry is None:
+            report.missed = True
+            for row in plan.rows:
+                self._turn_cold(row, report)
+            return report
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        reply: dict[str, list[int]] = {}
+        for row in plan.rows:
+            state = self.state.get(row.request_id)
+            if state is None or state.epoch != row.epoch:
+                if row.draft_len:
+                    self.violations.append(f"{row.request_id} is to be drafted for but is not followed")
+                continue
+            if row.request_id not in entry:
+                continue  # starved: nothing happened
+            if row.samples and row.context_len + row.query_len - row.verify_len != len(state.tokens):
+                self.holes += 1
+                self._turn_cold(row, report)
+            if row.request_id in self.lose:
+                self.lose.discard(row.request_id)
+                self._turn_cold(row, report)
+            state.tokens.extend(entry[row.request_id])
+            if state.cold:
+                if row.request_id not in report.cold_request_ids:
+                    report.cold_request_ids.append(row.request_id)
+                continue
+            drafts = draft_after(state.tokens, row.draft_len, state.seed)
+            reply[row.request_id] = drafts
+            report.num_drafted += len(drafts)
+        self.num_drafted += report.num_drafted
+        await channel.put(channel.replies, plan.seq, reply)
+        return report
+
+    def _turn_cold(self, row: common_pb2.RowPlan, report: drafter_pb2.DraftReport) -> None:
+        state = self.state.get(row.request_id)
+        if state is not None and not state.cold:
+            state.cold = True
+            report.cold_request_ids.append(row.request_id)
