@@ -1,4 +1,7 @@
-"""One end of a channel as a process of its own: `python -m tests.engine.channel.peer drafter DESCRIPTION | target`."""
+"""One end of a channel as a process of its own.
+
+`python -m tests.engine.channel.peer answer DESCRIPTION | chase DESCRIPTION | target`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,35 @@ import sys
 import threading
 
 from engine.channel import attach_drafter_channel, describe, open_target_channel
+from engine.channel.control import Word
+from engine.channel.shm import ShmDrafterChannel
 from tests.engine.channel.entries import SPEC, decode, encode, fill, reply_probs, reply_tokens, wrong_tensors
 
 PATIENCE_S = 20.0
+
+
+def run_chaser(word: str) -> None:
+    """Read the newest entry over and over while the target overruns the ring; count what could be believed."""
+    channel = attach_drafter_channel(decode(word))
+    assert isinstance(channel, ShmDrafterChannel)
+    print("attached", flush=True)
+    whole = torn = 0
+    while not channel.closed:
+        newest = channel._control.get(Word.TARGET_SEQ)
+        # The oldest entry that may still be there: the next one to be overwritten.
+        seq = max(1, newest - channel.spec.depth + 1)
+        entry = channel.take_entry(seq, PATIENCE_S if newest == 0 else 0.0)
+        if entry is None:
+            continue
+        wrong = wrong_tensors(entry)
+        if not channel.entry_intact(seq):
+            torn += 1
+        elif wrong:
+            print(f"wrong {seq} {wrong}", flush=True)
+        else:
+            whole += 1
+    print(f"ended whole={whole} torn={torn}", flush=True)
+    channel.close()
 
 
 def run_drafter(word: str) -> None:
@@ -41,7 +70,9 @@ def run_target() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "drafter":
+    if sys.argv[1] == "answer":
         run_drafter(sys.argv[2])
+    elif sys.argv[1] == "chase":
+        run_chaser(sys.argv[2])
     else:
         run_target()

@@ -19,6 +19,7 @@ NUM_STEPS = 50
 # Far longer than the heartbeat deadline: whoever returns only at the deadline fails the test.
 PATIENCE_S = 60.0
 NOTICED_S = 10.0
+OVERRUN_S = 1.5
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def target() -> Iterator[ShmTargetChannel]:
     channel.close()
 
 
-def start_drafter(processes: ProcessGroup, target: ShmTargetChannel) -> TestProcess:
-    drafter = processes.python("-m", PEER, "drafter", encode(describe(target)))
+def start_drafter(processes: ProcessGroup, target: ShmTargetChannel, mode: str = "answer") -> TestProcess:
+    drafter = processes.python("-m", PEER, mode, encode(describe(target)))
     drafter.wait_for_line("^attached$")
     return drafter
 
@@ -54,8 +55,8 @@ def test_steps_and_replies_cross_processes_unharmed(processes: ProcessGroup, tar
 
 def test_a_target_that_never_waits_tears_no_entry(processes: ProcessGroup, target: ShmTargetChannel) -> None:
     """The ring is overrun on purpose: whatever the drafter then trusts must still be whole."""
-    drafter = start_drafter(processes, target)
-    end = time.monotonic() + 1.0
+    drafter = start_drafter(processes, target, "chase")
+    end = time.monotonic() + OVERRUN_S
     seq = 0
     while time.monotonic() < end:
         seq += 1
@@ -63,8 +64,9 @@ def test_a_target_that_never_waits_tears_no_entry(processes: ProcessGroup, targe
         target.publish(seq)
     assert seq > SPEC.depth
     target.close()
-    drafter.wait_for_line("^ended ")
+    ended = drafter.wait_for_line(r"^ended whole=(\d+) torn=(\d+)$")
     assert "wrong" not in drafter.output
+    assert int(ended[1]) + int(ended[2]) > 0, "the drafter never got to read an entry"
 
 
 def test_a_killed_drafter_is_noticed_by_the_waiter(processes: ProcessGroup, target: ShmTargetChannel) -> None:
