@@ -1,0 +1,49 @@
+"""How is a drafter started? `python -m drafter_service --config FILE [--model DIR]`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+
+from drafter_service.assembly import make_info, make_speculator
+from drafter_service.config import DrafterConfig
+from drafter_service.server import DrafterServer
+from engine.config_file import load_model_name, load_section
+from engine.errors import OutriderError
+
+WATCH_S = 0.5  # how often the main thread looks whether the device thread still lives
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after a clean stop, 2 on a bad config or model, 1 when
+    the device thread failed.
+    """
+    parser = argparse.ArgumentParser(prog="drafter_service", description="Outrider's drafter service.")
+    parser.add_argument("--config", required=True, help="the config file (YAML)")
+    parser.add_argument("--model", help="the target's model directory; overrides the file's `model:`")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        config = load_section(options.config, "drafter", DrafterConfig)
+        model = load_model_name(options.config, options.model) if config.method == "eagle3" else None
+        speculator = make_speculator(config, model)
+        server = DrafterServer(config, make_info(config, speculator), speculator)
+    except OutriderError as error:
+        print(f"drafter_service: {error}", file=sys.stderr)
+        return 2
+    server.start()
+    print(f"drafter ready on {server.address} method={config.method} draft_len<={config.max_draft_len}", flush=True)
+    while not stopped.wait(WATCH_S) and not server.failed.is_set():
+        pass
+    server.stop()
+    return 1 if server.failed.is_set() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

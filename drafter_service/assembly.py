@@ -1,0 +1,125 @@
+"""How is a drafter put together from its config and the target's model directory?
+
+What cannot work is refused here, before anything listens.
+"""
+
+from __future__ import annotations
+
+import secrets
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from drafter_service.config import DrafterConfig
+from drafter_service.draft_model import DraftModelSpeculator
+from drafter_service.eagle3.checkpoint import load_head, random_head
+from drafter_service.eagle3.config import Eagle3Config
+from drafter_service.eagle3.head import Eagle3Head
+from drafter_service.eagle3.speculator import Eagle3Speculator
+from drafter_service.messages import ServiceInfo
+from drafter_service.ngram import NgramSpeculator
+from drafter_service.settings import CacheSettings
+from drafter_service.speculator import Speculator
+from engine.decoder import Decoder
+from engine.errors import ConfigError
+from engine.fetch import fetch_model
+from engine.model_config import ModelConfig
+from engine.weights import SafetensorsWeights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculator:
+    """The speculator that the config asks for, loaded. ConfigError or ModelError say what is missing or does not fit.
+
+    target_model: directory or name of the target's model, which only `eagle3` reads.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    settings = CacheSettings(
+        num_seats=config.num_seats,
+        max_tokens=config.max_step_tokens,
+        max_draft_len=config.max_draft_len,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        max_len=config.max_model_len,
+        attention=config.attention,
+        metadata_source=config.metadata_source,
+        draft_sampling=config.draft_sampling,
+        prefix_caching=config.prefix_caching,
+    )
+    match config.method:
+        case "ngram":
+            if config.metadata_source == "reuse":
+                raise ConfigError("drafter.metadata_source", "`reuse` needs method eagle3")
+            return NgramSpeculator(config.ngram.min_n, config.ngram.max_n, config.max_draft_len)
+        case "draft_model":
+            if config.checkpoint is None:
+                raise ConfigError("drafter.checkpoint", "is required with method draft_model")
+            decoder = Decoder.load(fetch_model(config.checkpoint), _DTYPES[config.dtype], config.device)
+            return DraftModelSpeculator(decoder, settings)
+        case "eagle3":
+            if target_model is None:
+                raise ConfigError("model", "method eagle3 reads the target's embedding, so it must be named")
+            return _eagle3(config, settings, fetch_model(target_model))
+
+
+def make_info(config: DrafterConfig, speculator: Speculator) -> ServiceInfo:
+    """What the drafter tells of itself; the instance id is new at every start."""
+    try:
+        package_version = version("outrider")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        package_version = "0+unknown"
+    return ServiceInfo(
+        instance_id=secrets.token_hex(8),
+        drafter_id=config.drafter_id,
+        method=speculator.method,
+        max_draft_len=config.max_draft_len,
+        version=package_version,
+        vocab_size=speculator.needs.vocab_size,
+    )
+
+
+def _eagle3(config: DrafterConfig, settings: CacheSettings, target_directory: Path) -> Eagle3Speculator:
+    target = ModelConfig.from_directory(target_directory)
+    dtype, device = _DTYPES[config.dtype], torch.device(config.device)
+    if config.checkpoint is not None:
+        head = load_head(fetch_model(config.checkpoint), dtype, device)
+    elif config.random_head is not None:
+        head = _random_head(config, target, dtype, device)
+    else:
+        raise ConfigError("drafter.checkpoint", "method eagle3 needs a checkpoint, or `random_head: {}` for a trial")
+    if head.config.target_hidden_size != target.hidden_size:
+        raise ConfigError(
+            "drafter.checkpoint",
+            f"the head reads hidden states of {head.config.target_hidden_size}, the model's are {target.hidden_size}",
+        )
+    if head.embed_tokens is None:
+        with SafetensorsWeights(target_directory) as weights:
+            shape = (target.vocab_size, target.hidden_size)
+            head.attach_embedding(weights.get("model.embed_tokens.weight", shape))
+    head.pack()
+    return Eagle3Speculator(head, head.config.layers_of_target(target.num_layers), settings)
+
+
+def _random_head(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
+    assert config.random_head is not None
+    choice = config.random_head
+    layers = choice.hidden_layers or ()
+    head_config = Eagle3Config(
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_eps=target.rms_eps,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=choice.draft_vocab_size or target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        rope={"rope_type": "default", "rope_theta": 10_000.0},
+        max_len=target.max_model_len,
+        hidden_layers=layers,
+        num_captured=len(layers) or 3,
+    )
+    return random_head(head_config, dtype, device, choice.seed)

@@ -1,0 +1,185 @@
+"""How does the drafter attach to a target?
+
+Attach gets a channel description; for a `bytes` channel an Exchange stream then carries the entries. Everything here
+waits for another process, so none of it runs on the device thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from drafter_service.channels import AttachedChannel, AttachOutcome
+from drafter_service.codec import (
+    attach_request_to_proto,
+    channel_from_proto,
+    exchange_opening,
+    reply_entry_to_proto,
+    ring_entry_from_proto,
+)
+from drafter_service.speculator import ChannelNeeds
+from drafter_service.streams import GatewayStream
+from engine.channel.bytes import BytesDrafterEnd
+from engine.channel.host import host_id
+from engine.channel.opening import attach_drafter_channel
+from engine.channel.shm import ShmDrafterChannel
+from engine.errors import ChannelError
+from protos import target_pb2, target_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 1 << 30
+MAX_DRAFTER_ID_LEN = 100
+POLL_S = 0.5  # how often a quiet Exchange stream looks whether its channel is still open
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A restarted target is to be found at once, not after the growing pauses of a shared connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+# Puts a command into a stream's inbox; False: it is not wanted any more.
+Submit = Callable[[GatewayStream, AttachOutcome], bool]
+
+
+class TargetConnector:
+    """Attaches to targets, in threads of its own.
+
+    drafter_id: of the service. A target keeps one channel for each id, so every gateway attaches under an id of its own.
+    kinds: channel kinds to offer, best first.
+    """
+
+    def __init__(
+        self,
+        needs: ChannelNeeds,
+        drafter_id: str,
+        instance_id: str,
+        kinds: tuple[str, ...],
+        attach_timeout_s: float,
+        heartbeat_deadline_s: float,
+        max_concurrent: int = 4,
+    ) -> None:
+        self._needs = needs
+        self._drafter_id = drafter_id
+        self._instance_id = instance_id
+        self._kinds = kinds
+        self._timeout_s = attach_timeout_s
+        self._heartbeat_deadline_s = heartbeat_deadline_s
+        self._pool = ThreadPoolExecutor(max_concurrent, thread_name_prefix="attach")
+
+    def start_attach(self, stream: GatewayStream, target_address: str, submit: Submit) -> None:
+        """Attach for a gateway's stream; the outcome is submitted to it as a command. Returns at once."""
+        gateway_id = stream.gateway_id or ""
+
+        def run() -> None:
+            try:
+                outcome = AttachOutcome(target_address, self.attach(gateway_id, target_address))
+            except ChannelError as error:
+                outcome = AttachOutcome(target_address, None, str(error))
+            if not submit(stream, outcome) and outcome.attached is not None:
+                outcome.attached.detach()
+
+        self._pool.submit(run)
+
+    def attach(self, gateway_id: str, target_address: str) -> AttachedChannel:
+        """Attach now. ChannelError says why not."""
+        grpc_channel = grpc.insecure_channel(target_address, options=_OPTIONS)
+        try:
+            stub = target_pb2_grpc.TargetServiceStub(grpc_channel)
+            request = attach_request_to_proto(
+                self._needs, _attach_id(self._drafter_id, gateway_id), self._instance_id, host_id(), self._kinds
+            )
+            try:
+                reply = stub.Attach(request, timeout=self._timeout_s, wait_for_ready=True)
+            except grpc.RpcError as error:
+                raise ChannelError(f"the target at {target_address} gave no channel: {_reason(error)}") from error
+            channel = attach_drafter_channel(
+                channel_from_proto(reply.channel), self._heartbeat_deadline_s, self._timeout_s
+            )
+        except BaseException:
+            grpc_channel.close()
+            raise
+        if isinstance(channel, BytesDrafterEnd):
+            _Exchange(stub, channel).start()
+
+        def detach() -> None:
+            channel.close()
+            self._submit_detach(stub, grpc_channel, channel)
+
+        return AttachedChannel(channel, target_address, reply.target_instance_id, reply.max_model_len, detach)
+
+    def close(self) -> None:
+        """Wait for what runs, within the attach timeout; nothing new is taken."""
+        self._pool.shutdown(wait=True)
+
+    def _submit_detach(
+        self,
+        stub: target_pb2_grpc.TargetServiceStub,
+        grpc_channel: grpc.Channel,
+        channel: ShmDrafterChannel | BytesDrafterEnd,
+    ) -> None:
+        request = target_pb2.DetachRequest(channel_id=channel.spec.channel_id, epoch=channel.spec.epoch)
+
+        def run() -> None:
+            try:
+                stub.Detach(request, timeout=self._timeout_s)
+            except grpc.RpcError as error:  # it is gone, and the channel with it, or its lease will end the channel
+                _log.info("channel %s not detached: %s", channel.spec.channel_id, _reason(error))
+            finally:
+                grpc_channel.close()
+
+        try:
+            self._pool.submit(run)
+        except RuntimeError:  # the pool is shut down: the service is stopping, and the lease ends the channel
+            grpc_channel.close()
+
+
+class _Exchange:
+    """The Exchange stream of one `bytes` channel: two threads that end with the channel or the stream."""
+
+    def __init__(self, stub: target_pb2_grpc.TargetServiceStub, end: BytesDrafterEnd) -> None:
+        self._end = end
+        self._stub = stub
+        self._thread = threading.Thread(target=self._read, name="exchange", daemon=True)
+
+    def start(self) -> None:
+        """Start to carry entries."""
+        self._end.link_up()
+        self._thread.start()
+
+    def _read(self) -> None:
+        call = self._stub.Exchange(self._replies())
+        try:
+            for message in call:
+                self._end.deliver(ring_entry_from_proto(message))
+        except grpc.RpcError as error:
+            _log.info("exchange of channel %s ended: %s", self._end.spec.channel_id, _reason(error))
+        except ChannelError as error:
+            _log.warning("exchange of channel %s: %s", self._end.spec.channel_id, error)
+        finally:
+            self._end.link_down()
+            call.cancel()
+
+    def _replies(self) -> Iterator[target_pb2.ReplyEntry]:
+        yield exchange_opening(self._end.spec.channel_id, self._end.spec.epoch)
+        while not self._end.closed:
+            entry = self._end.outgoing(POLL_S)
+            if entry is not None:
+                yield reply_entry_to_proto(entry)
+
+
+def _attach_id(drafter_id: str, gateway_id: str) -> str:
+    suffix = hashlib.blake2b(gateway_id.encode(), digest_size=6).hexdigest()
+    return f"{drafter_id[: MAX_DRAFTER_ID_LEN - len(suffix) - 1]}/{suffix}"
+
+
+def _reason(error: grpc.RpcError) -> str:
+    # Every error that a call raises is also the call itself; the class does not say so.
+    code, details = getattr(error, "code", None), getattr(error, "details", None)
+    return f"{code().name}: {details()}" if callable(code) and callable(details) else str(error)

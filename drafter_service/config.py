@@ -1,0 +1,101 @@
+"""What can be set about a drafter?
+
+The `drafter:` section of the config file. The defaults suit one CPU machine and need no weights; a mistake is one line
+naming the key.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from engine.config_file import SectionModel
+
+ChannelKind = Literal["shm", "bytes"]
+Method = Literal["eagle3", "draft_model", "ngram"]
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("must be HOST:PORT")
+    return value
+
+
+class NgramConfig(SectionModel):
+    """The suffix lengths that prompt lookup tries, longest first."""
+
+    min_n: int = Field(2, ge=1, le=16)
+    max_n: int = Field(4, ge=1, le=16)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> NgramConfig:
+        if self.min_n > self.max_n:
+            raise ValueError(f"min_n {self.min_n} is above max_n {self.max_n}")
+        return self
+
+
+class RandomHeadConfig(SectionModel):
+    """An EAGLE-3 head with random weights, shaped like the target: everything works, few drafts are accepted.
+
+    draft_vocab_size: None, the target's. hidden_layers: target layers captured, as outputs; None, the usual ones.
+    """
+
+    seed: int = Field(0, ge=0)
+    draft_vocab_size: int | None = Field(None, ge=1)
+    hidden_layers: tuple[int, ...] | None = Field(None, min_length=1, max_length=64)
+
+
+class DrafterConfig(SectionModel):
+    """Settings of one drafter process.
+
+    listen: HOST:PORT; port 0 takes a free one (the ready line tells which).
+    drafter_id: stable over restarts. method: how it drafts.
+    checkpoint: of the EAGLE-3 head or the draft model: a directory, a hub id, or a built-in name. `eagle3` without one
+    needs random_head.
+    num_blocks: KV blocks that requests can hold at once. max_model_len: None, the model's own; never above it.
+    max_step_tokens: tokens of the largest step it can follow; at least the target's max_step_tokens.
+    metadata_source: `build`, from our own blocks; `reuse`, the target's (its block_size, and at least its num_blocks).
+    draft_sampling: `greedy`, or `probabilistic`: draw drafts for unseeded sampling rows and publish probabilities.
+    channel_kinds: kinds to offer, best first.
+    max_entry_wait_s: the longest wait for one step of a live target. heartbeat_deadline_s: a target whose heartbeat is
+    older is not waited for.
+    command_queue, event_queue: bounds of what one gateway may have waiting either way.
+    drain_s: how long SIGTERM waits for gateways to leave.
+    check_integrity: check blocks and seats after every command. For tests and debugging.
+    """
+
+    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:50052"
+    drafter_id: str = Field("drafter", min_length=1, max_length=64)
+    method: Method = "ngram"
+    checkpoint: str | None = Field(None, min_length=1)
+    random_head: RandomHeadConfig | None = None
+    ngram: NgramConfig = NgramConfig()
+    device: Literal["cpu"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["torch"] = "torch"
+    block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(16, ge=1, le=1024)
+    num_blocks: int = Field(4096, ge=1, le=1 << 24)
+    num_seats: int = Field(32, ge=1, le=4096)
+    max_model_len: int | None = Field(None, ge=2)
+    max_draft_len: int = Field(7, ge=1, le=64)
+    max_step_tokens: int = Field(4096, ge=1, le=1 << 20)
+    metadata_source: Literal["build", "reuse"] = "build"
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    prefix_caching: bool = True
+    threads: int | None = Field(None, ge=1, le=1024)
+    channel_kinds: tuple[ChannelKind, ...] = Field(("shm", "bytes"), min_length=1)
+    attach_timeout_s: float = Field(5.0, gt=0, le=600)
+    heartbeat_deadline_s: float = Field(2.0, gt=0, le=600)
+    max_entry_wait_s: float = Field(30.0, gt=0, le=3600)
+    command_queue: int = Field(1024, ge=1, le=1 << 20)
+    event_queue: int = Field(1024, ge=1, le=1 << 20)
+    drain_s: float = Field(0.0, ge=0, le=3600)
+    check_integrity: bool = False

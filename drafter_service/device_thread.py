@@ -1,0 +1,95 @@
+"""Which thread carries out the commands, and whose turn is it?
+
+One thread owns everything on the device. It goes round the streams that have something waiting. A stream alone is
+waited for at length; where several wait, each gets a short look, so that one target's slow step delays nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from drafter_service.core import DrafterCore
+from drafter_service.messages import StepRequest
+from drafter_service.streams import GatewayStream, Inboxes, StreamCommand, StreamEnded
+from engine.errors import IntegrityError
+
+_log = logging.getLogger(__name__)
+
+IDLE_S = 0.5  # how often an idle thread looks whether it should stop
+ALONE_SLICE_S = 0.02
+SHARED_SLICE_S = 0.001
+PUT_S = 0.5  # how often a sender that waits for room looks whether it still should
+
+
+class DeviceThread:
+    """Owner of the thread. `submit` and `end_stream` may be called from any thread."""
+
+    def __init__(
+        self, core: DrafterCore, inboxes: Inboxes, num_threads: int | None, check_integrity: bool = False
+    ) -> None:
+        self._core = core
+        self._inboxes = inboxes
+        self._num_threads = num_threads
+        self._check_integrity = check_integrity
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self.failed = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, stream: GatewayStream, command: StreamCommand) -> bool:
+        """Queue a command, waiting while the stream's inbox is full. False when it never will be."""
+        while not self._inboxes.closed:
+            if self._inboxes.put(stream, command, PUT_S):
+                return True
+            if stream.outbox.finished():
+                return False
+        return False
+
+    def end_stream(self, stream: GatewayStream, broken: bool) -> None:
+        """Queue the end of a stream: after everything it sent, or, where it broke, instead of it."""
+        if broken:
+            stream.outbox.close()
+            self._inboxes.clear(stream)
+        self._inboxes.put(stream, StreamEnded(), None)
+
+    def num_resident(self) -> int:
+        """How many requests are resident; a snapshot, from any thread."""
+        return len(self._core.residents)
+
+    def stop(self, deadline_s: float) -> None:
+        """End the thread, whatever still waits, and give up its channels."""
+        self._inboxes.close()
+        self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        try:
+            while not self._inboxes.closed:
+                self._round()
+        except Exception:  # the thread's end: nothing above it would see the error, and a drafter without it is useless
+            _log.exception("the device thread failed")
+            self.failed.set()
+            self._inboxes.close()
+        finally:
+            self._core.close()
+
+    def _round(self) -> None:
+        """Look at the first command of every stream once."""
+        heads = self._inboxes.heads(IDLE_S)
+        slice_s = ALONE_SLICE_S if len(heads) == 1 else SHARED_SLICE_S
+        for stream, command in heads:
+            later = self._inboxes.later_plans(stream, command.channel_id) if isinstance(command, StepRequest) else 0
+            if self._core.run(stream, command, later, slice_s):
+                self._inboxes.pop(stream, command)
+        if self._check_integrity and heads:
+            try:
+                self._core.check_integrity()
+            except IntegrityError:
+                _log.exception("after %s", [type(command).__name__ for _, command in heads])
+                raise

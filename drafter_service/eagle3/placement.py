@@ -1,0 +1,167 @@
+"""Where does each request's draft KV begin, how far does it reach, and where is there room for more?
+
+A request followed from its first token has draft KV from position 0. One that is met later (admitted mid-stream, or
+after a step was missed) starts over at the first row it sees: its draft positions count from there, which RoPE, being
+relative, does not mind. So drafting never reaches over a hole. With `reuse` the slots are the target's, positions
+cannot shift, and such a request is not drafted for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from drafter_service.residency import Resident, Warmth
+from drafter_service.settings import CacheSettings
+from drafter_service.speculator import DraftRow
+from engine.block_pool import BlockPool
+from engine.channel.interface import RingEntry
+from engine.errors import CapacityError
+from engine.request_blocks import RequestBlocks
+
+
+@dataclass(slots=True)
+class _SeatState:
+    """start: target position of draft position 0. computed: target positions [start, computed) have true draft KV.
+    fresh: no row seen yet, so `computed` is still what the prefix cache gave.
+    """
+
+    start: int = 0
+    computed: int = 0
+    fresh: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentDraft:
+    """A row that will run. start: target position of its draft position 0. draft_len: tokens to draft, >= 0."""
+
+    row: DraftRow
+    start: int
+    draft_len: int
+
+
+@dataclass(slots=True)
+class Placements:
+    """Owner of the draft blocks (none in `reuse`) and of each seat's extent. max_len: draft positions."""
+
+    settings: CacheSettings
+    max_len: int
+    device: torch.device
+    max_blocks: int = field(init=False)
+    _blocks: RequestBlocks | None = field(init=False)
+    _seats: dict[int, _SeatState] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.max_blocks = -(-self.max_len // settings.block_size)
+        self._blocks = None
+        if settings.metadata_source == "build":
+            # shift 1: the KV at position p is of the hidden state of p and the token at p + 1.
+            pool = BlockPool(settings.num_blocks + 1, settings.block_size, settings.prefix_caching, shift=1)
+            self._blocks = RequestBlocks(pool, settings.num_seats, self.max_len, self.device)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free or evictable blocks; 0 in `reuse`, where they are the target's."""
+        return 0 if self._blocks is None else self._blocks.pool.num_free
+
+    def seat_tables(self) -> torch.Tensor:
+        """Block tables by seat [num_seats, max_blocks] int32, up to date."""
+        assert self._blocks is not None, "`reuse` has no tables of its own"
+        return self._blocks.sync()
+
+    def extent(self, resident: Resident) -> tuple[int, int]:
+        """Target positions [from, to) of a resident request that have true draft KV."""
+        state = self._seats[resident.seat]
+        return state.start, state.computed
+
+    def admit(self, resident: Resident) -> int:
+        """Seat a request. Returns cached_len. CapacityError: not even one block is free."""
+        state = _SeatState()
+        if self._blocks is not None:
+            if self._blocks.pool.num_free == 0:
+                raise CapacityError("no draft block is free")
+            if not resident.mid_stream and len(resident.tokens) <= self.max_len:
+                state.computed = self._blocks.adopt(resident.seat, resident.tokens)
+        elif resident.mid_stream:
+            resident.warmth = Warmth.OFF
+        self._seats[resident.seat] = state
+        return state.computed
+
+    def release(self, resident: Resident) -> None:
+        """Free a request's blocks. Idempotent."""
+        if self._seats.pop(resident.seat, None) is not None and self._blocks is not None:
+            self._blocks.release(resident.seat)
+
+    def place(self, row: DraftRow, entry: RingEntry) -> ResidentDraft | None:
+        """Find room for a row and for its drafts. None: the row does not run here."""
+        resident = row.resident
+        if resident.warmth is not Warmth.WARM:
+            return None
+        state = self._seats[resident.seat]
+        if not self._continue(row, state):
+            return None
+        end = row.context_len + row.query_len - state.start
+        if end > self.max_len or (self._blocks is not None and end > self._usable_len()):
+            self._stop(resident, Warmth.OFF)
+            return None
+        room = self._room(row, state, entry)
+        if room < end:
+            self._stop(resident, Warmth.COLD)
+            return None
+        # The last draft's own KV is never written: k drafts take k - 1 positions past the committed ones.
+        draft_len = min(row.draft_len, room - (row.committed_len - state.start) + 1)
+        return ResidentDraft(row, state.start, max(draft_len, 0))
+
+    def commit(self, placed: ResidentDraft) -> None:
+        """The row's draft KV is written, up to its committed length."""
+        row = placed.row
+        state = self._seats[row.resident.seat]
+        state.computed, state.fresh = row.committed_len, False
+        if self._blocks is not None and state.start == 0:
+            self._blocks.register_written(row.resident.seat, row.resident.tokens, row.committed_len)
+
+    def check_integrity(self) -> None:
+        """IntegrityError when blocks don't add up."""
+        if self._blocks is not None:
+            self._blocks.check_integrity()
+
+    def _continue(self, row: DraftRow, state: _SeatState) -> bool:
+        """Make the row follow on what is there, by starting over where it does not. False: impossible."""
+        follows = state.start <= row.context_len <= state.computed
+        if self._blocks is None:
+            if not follows:
+                self._stop(row.resident, Warmth.OFF)
+            return follows
+        seat = row.resident.seat
+        if not follows:
+            self._blocks.release(seat)
+            state.start = row.context_len
+        elif state.fresh:
+            self._blocks.trim(seat, row.context_len)
+        return True
+
+    def _room(self, row: DraftRow, state: _SeatState, entry: RingEntry) -> int:
+        """Draft positions there is a slot for, at least for the row's tokens and at most also for its drafts."""
+        end = row.context_len + row.query_len - state.start
+        wanted = max(end, min(row.committed_len - state.start + row.draft_len - 1, self.max_len))
+        if self._blocks is None:
+            table = entry.block_tables[row.index]
+            absent = torch.nonzero(table == 0)
+            held = int(absent[0]) if absent.shape[0] else table.shape[0]
+            return min(held * self.settings.block_size, self.max_len)
+        blocks, seat = self._blocks, row.resident.seat
+        for length in (wanted, end):
+            if blocks.reserve(seat, length):
+                break
+        return min(blocks.capacity(seat), self.max_len)
+
+    def _usable_len(self) -> int:
+        """Longest extent that all blocks together could hold."""
+        return self.settings.num_blocks * self.settings.block_size
+
+    def _stop(self, resident: Resident, warmth: Warmth) -> None:
+        resident.warmth = warmth
+        if self._blocks is not None:
+            self._blocks.release(resident.seat)

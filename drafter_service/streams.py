@@ -1,0 +1,158 @@
+"""How do commands reach the device thread and events leave it, without one gateway holding up another?
+
+Each Serve stream has a bounded inbox and a bounded outbox. The device thread looks at the heads of all inboxes in turn,
+so that a stream whose step is not ready yet does not stop the others. A gateway that sends too much is slowed down, one
+that does not read its events loses its stream.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from drafter_service.channels import AttachOutcome
+from drafter_service.messages import Command, Event, StepRequest
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """The last command of every stream."""
+
+
+StreamCommand = Command | AttachOutcome | StreamEnded
+
+
+class Outbox:
+    """A bounded queue of events with an end. Safe between threads. on_overflow: called once when it has overflowed."""
+
+    def __init__(self, max_len: int, on_overflow: Callable[[], object] = lambda: None) -> None:
+        self._max_len = max_len
+        self._on_overflow = on_overflow
+        self._events: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, event: Event) -> bool:
+        """Queue an event. False when it was dropped: closed, or full (which closes it)."""
+        with self._changed:
+            if self._closed:
+                return False
+            overflow = len(self._events) >= self._max_len
+            if overflow:
+                self._closed = True
+                self._events.clear()
+            else:
+                self._events.append(event)
+            self._changed.notify_all()
+        if overflow:
+            self._on_overflow()
+        return not overflow
+
+    def take(self, deadline_s: float) -> Event | None:
+        """The next event, or None when there is none within the deadline, or none will come any more."""
+        with self._changed:
+            if not self._events and not self._closed:
+                self._changed.wait(deadline_s)
+            return self._events.popleft() if self._events else None
+
+    def finished(self) -> bool:
+        """Whether the end is reached: closed, and everything taken."""
+        with self._changed:
+            return self._closed and not self._events
+
+    def close(self) -> None:
+        """No more events; those queued can still be taken. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class GatewayStream:
+    """One Serve stream. `gateway_id` is set by the device thread, when hello came; None before."""
+
+    def __init__(self, stream_id: int, outbox: Outbox) -> None:
+        self.stream_id = stream_id
+        self.outbox = outbox
+        self.gateway_id: str | None = None
+
+
+class Inboxes:
+    """The commands of all streams, in order within each. Safe between threads; one thread takes.
+
+    max_len: commands a stream may have waiting.
+    """
+
+    def __init__(self, max_len: int) -> None:
+        self._max_len = max_len
+        self._changed = threading.Condition()
+        self._queues: dict[GatewayStream, deque[StreamCommand]] = {}
+        self._closed = False
+
+    def put(self, stream: GatewayStream, command: StreamCommand, deadline_s: float | None) -> bool:
+        """Queue a command, waiting while the stream's inbox is full. False: closed, or full until the deadline.
+
+        deadline_s None: never waits and is never refused, for the few commands that the service itself sends.
+        """
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        with self._changed:
+            while not self._closed:
+                waiting = self._queues.get(stream)
+                if end is None or waiting is None or len(waiting) < self._max_len:
+                    self._queues.setdefault(stream, deque()).append(command)
+                    self._changed.notify_all()
+                    return True
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+            return False
+
+    def heads(self, deadline_s: float) -> list[tuple[GatewayStream, StreamCommand]]:
+        """The first command of every stream that has one; waits for one until the deadline."""
+        with self._changed:
+            if not self._queues and not self._closed:
+                self._changed.wait(deadline_s)
+            return [(stream, waiting[0]) for stream, waiting in self._queues.items()]
+
+    def pop(self, stream: GatewayStream, command: StreamCommand) -> None:
+        """Drop the stream's first command, which has been carried out (unless it was cleared away meanwhile)."""
+        with self._changed:
+            waiting = self._queues.get(stream)
+            if not waiting or waiting[0] is not command:
+                return
+            waiting.popleft()
+            if not waiting:
+                del self._queues[stream]
+            self._changed.notify_all()
+
+    def clear(self, stream: GatewayStream) -> None:
+        """Drop the commands that the stream has waiting."""
+        with self._changed:
+            kept = [command for command in self._queues.pop(stream, ()) if isinstance(command, AttachOutcome)]
+            if kept:  # they hold a channel that somebody must give back
+                self._queues[stream] = deque(kept)
+            self._changed.notify_all()
+
+    def later_plans(self, stream: GatewayStream, channel_id: str) -> int:
+        """Plans of the channel that wait behind the stream's first command; its end counts as one."""
+        with self._changed:
+            behind = list(self._queues.get(stream, ()))[1:]
+            return sum(
+                isinstance(command, StreamEnded)
+                or (isinstance(command, StepRequest) and command.channel_id == channel_id)
+                for command in behind
+            )
+
+    def close(self) -> None:
+        """Take in nothing more, and release whoever waits. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
