@@ -44,7 +44,7 @@ def reference(tiny_dir: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def target_address(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Iterator[str]:
-    """A target in a process of its own, shared by the tests: 64 blocks of 16, 32 seats, integrity checked throughout."""
+    """A target in a process of its own, shared by the tests: 64 blocks of 16, 32 seats, integrity always checked."""
     directory = tmp_path_factory.mktemp("target")
     group = ProcessGroup(directory)
     try:

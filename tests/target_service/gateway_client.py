@@ -1,7 +1,7 @@
 """How does a test talk to a target as a gateway does?
 
-`Gateway` holds one Serve stream: commands out, events in, each wait with a deadline. `Driver` runs whole requests through
-it in lockstep, with or without a drafter.
+`Gateway` holds one Serve stream: commands out, events in, each wait with a deadline. `Driver` runs whole requests
+through it in lockstep, with or without a drafter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +46,15 @@ class Gateway:
         """Send one TargetCommand, given as its one field."""
         self._commands.put(target_pb2.TargetCommand(**command))
 
-    def event(self, kind: str) -> Any:
-        """The next event, which must be of that kind."""
+    def any_event(self) -> target_pb2.TargetEvent:
+        """The next event."""
         event = self._events.get(timeout=DEADLINE_S)
         assert event is not None, f"the stream ended: {self.status}"
+        return event
+
+    def event(self, kind: str) -> Any:
+        """The next event, which must be of that kind."""
+        event = self.any_event()
         assert event.WhichOneof("event") == kind, event
         return getattr(event, kind)
 
@@ -206,8 +211,3 @@ class Driver:
             assert all(row.status == target_pb2.ROW_STATUS_OK for row in result.rows), result
         for running in requests:
             self.gateway.release(running.request_id, running.epoch)
-
-
-def iterate(values: Sequence[Any]) -> Iterator[Any]:
-    """An iterator over values, for request streams."""
-    return iter(values)
