@@ -201,7 +201,7 @@ class Supervisor:
     async def _watch_ready(self, service: _Service) -> None:
         async with HealthClient(service.spec.grpc) as health:
             # Another process's readiness has no signal to wait for; it is asked until it says yes.
-            while not await health.serving(self._limits.probe_s):
+            while not await health.serving(self._limits.probe_s):  # noqa: ASYNC110
                 await asyncio.sleep(self._limits.poll_s)
         service.was_ready = True
         self._set(service, ServiceState.READY, "")

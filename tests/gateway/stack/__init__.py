@@ -1,0 +1,1 @@
+"""Tests of the supervisor, the command line and the quickstart."""
