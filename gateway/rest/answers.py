@@ -17,6 +17,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 
 from gateway.generation import Delta, GenerationUsage
 from gateway.rest.running import Event
+from gateway.rest.spans import SpanWriter
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 
@@ -27,6 +28,7 @@ class ChoiceExtension(TypedDict):
     token_ids: list[int]
     from_draft: list[bool]
     stop_reason: NotRequired[str | int | None]
+    spans: NotRequired[list[tuple[str, bool]]]
 
 
 class UsageExtension(TypedDict):
@@ -129,9 +131,11 @@ class UsageTally:
         )
 
 
-def choice_extension(delta: Delta) -> ChoiceExtension:
+def chunk_extension(delta: Delta, spans: SpanWriter) -> ChoiceExtension:
     """`outrider` of one streamed chunk."""
-    extension = ChoiceExtension(token_ids=list(delta.token_ids), from_draft=list(delta.from_draft))
+    extension = ChoiceExtension(
+        token_ids=list(delta.token_ids), from_draft=list(delta.from_draft), spans=spans.write(delta)
+    )
     if delta.finish_reason is not None:
         extension["stop_reason"] = delta.stop_reason
     return extension

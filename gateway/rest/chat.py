@@ -11,7 +11,7 @@ from gateway.rest.answers import (
     ChoiceExtension,
     Usage,
     UsageTally,
-    choice_extension,
+    chunk_extension,
     extend,
     finite_logprob,
     token_label,
@@ -21,6 +21,7 @@ from gateway.rest.problems import invalid
 from gateway.rest.running import Event
 from gateway.rest.schemas import ChatCompletionRequest
 from gateway.rest.served import ServedModel
+from gateway.rest.spans import SpanWriter
 from gateway.text.tokenizer import Tokenizer
 
 
@@ -150,6 +151,7 @@ class ChatAnswer:
         self._include_usage = include_usage
         self._tally = UsageTally(num_choices)
         self._begun = [False] * num_choices
+        self._spans = [SpanWriter(served.tokenizer) for _ in range(num_choices)]
         self._choices = [
             Choice(
                 index=index,
@@ -177,7 +179,7 @@ class ChatAnswer:
             delta=message,
             logprobs=self._delta_logprobs(delta),
             finish_reason=delta.finish_reason,
-            outrider=choice_extension(delta),
+            outrider=chunk_extension(delta, self._spans[event.choice]),
         )
         answer = self._chunk([choice])
         if self._include_usage:

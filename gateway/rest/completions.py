@@ -11,7 +11,7 @@ from gateway.rest.answers import (
     ChoiceExtension,
     Usage,
     UsageTally,
-    choice_extension,
+    chunk_extension,
     extend,
     finite_logprob,
     token_label,
@@ -21,6 +21,7 @@ from gateway.rest.problems import invalid
 from gateway.rest.running import Event
 from gateway.rest.schemas import CompletionRequest
 from gateway.rest.served import ServedModel
+from gateway.rest.spans import SpanWriter
 from gateway.text.decoding import IncrementalDecoder, make_decoder
 from gateway.text.tokenizer import Tokenizer
 
@@ -108,6 +109,7 @@ class CompletionAnswer:
             None if generation.sampling.num_logprobs < 0 else _LogprobWriter(served.tokenizer)
             for generation in generations
         ]
+        self._spans = [SpanWriter(served.tokenizer) for _ in generations]
         self._choices = [_empty_choice(index, writer) for index, writer in enumerate(self._logprobs)]
 
     def chunk(self, event: Event) -> dict[str, Any]:
@@ -119,7 +121,7 @@ class CompletionAnswer:
             text=delta.text,
             logprobs=self._delta_logprobs(event.choice, delta),
             finish_reason=delta.finish_reason,
-            outrider=choice_extension(delta),
+            outrider=chunk_extension(delta, self._spans[event.choice]),
         )
         answer = self._envelope([choice])
         if self._include_usage:

@@ -100,6 +100,10 @@ async def test_streamed_parts_make_the_whole(http: httpx.AsyncClient, path: str,
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
         assert joined(part["outrider"]["token_ids"] for part in parts) == choice["outrider"]["token_ids"]
         assert joined(part["outrider"]["from_draft"] for part in parts) == choice["outrider"]["from_draft"]
+        for part in parts:
+            spans = part["outrider"]["spans"]
+            assert "".join(text for text, _ in spans) == text_of(path, part)
+            assert all(one[1] != other[1] for one, other in itertools.pairwise(spans))
         if path == CHAT:
             assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
         if choice["logprobs"] is not None:
