@@ -1,0 +1,159 @@
+"""The parts without RPCs: a bug in a step, a reader that does not read, the outbox, sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.decoder import Decoder
+from engine.errors import IntegrityError, InvalidRequest
+from engine.request_blocks import RequestBlocks
+from engine.seats import SeatAllocator
+from protos import common_pb2, target_pb2
+from target_service.messages import Admission, AdmissionStatus, FaultReply, RowRequest, SamplingSettings
+from target_service.sessions import Sessions
+from target_service.streams import Outbox
+from tests.target_service.conftest import LocalTarget
+from tests.target_service.gateway_client import Driver, Gateway
+from tests.target_service.test_greedy import prompt_of
+from tests.target_service.test_resilience import eventually_free
+
+
+def test_a_bug_in_a_step_is_a_fault_and_lets_its_requests_go(
+    local_target: Callable[..., LocalTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, target = local_target()
+    forward = Decoder.forward
+
+    def broken(self: Decoder, *arguments: Any, **named: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    with Gateway(address) as gateway:
+        driver = Driver(gateway)
+        hit, bystander = driver.request(prompt_of(20), 4), driver.request(prompt_of(9), 4)
+        driver.admit(hit)
+        driver.admit(bystander)
+        driver.step([bystander])
+        monkeypatch.setattr(Decoder, "forward", broken)
+        fault = gateway.fault(plan=common_pb2.StepPlan(seq=2, rows=[driver.row(hit)]))
+        assert (fault.kind, fault.seq, fault.detail) == ("internal", 2, "RuntimeError: no such luck")
+        monkeypatch.setattr(Decoder, "forward", forward)
+        driver.seq = 2
+        result = driver.step([hit, bystander])
+        assert [row.status for row in result.rows] == [
+            target_pb2.ROW_STATUS_UNKNOWN,
+            target_pb2.ROW_STATUS_OK,
+        ]
+    eventually_free(target)
+
+
+def test_a_gateway_that_does_not_read_loses_its_stream(local_target: Callable[..., LocalTarget]) -> None:
+    """Its replies pile up to the bound; then its requests are released, and others are served meanwhile."""
+    address, target = local_target(event_queue=4)
+    with Gateway(address) as reader:
+        stuck = threading.Event()
+        gateway = Gateway(address)
+        gateway._events.put = lambda event: stuck.wait(30)  # type: ignore[method-assign, assignment, return-value]
+        try:
+            driver = Driver(gateway)
+            running = driver.request(prompt_of(3), 3)
+            # The transport buffers some events as well: logprobs of the whole vocabulary fill it quickly.
+            running.sampling = {"num_logprobs": 512}
+            gateway.send(admit=driver.admission(running))
+            gateway.send(plan=common_pb2.StepPlan(seq=1, rows=[driver.row(running)]))
+            for seq in range(2, 40_000):
+                gateway.send(plan=common_pb2.StepPlan(seq=seq))
+                if seq > 100 and gateway._call.done():
+                    break
+            eventually_free(target, 30)
+            driver2 = Driver(reader)
+            other = driver2.request(prompt_of(5), 3)
+            driver2.run([other])
+        finally:
+            stuck.set()
+            gateway.close()
+
+
+def test_outbox() -> None:
+    overflows: list[str] = []
+    outbox = Outbox(2, on_overflow=lambda: overflows.append("!"))
+    events = [FaultReply("k", str(n)) for n in range(3)]
+    assert outbox.take(0.0) is None
+    assert outbox.put(events[0])
+    assert outbox.put(events[1])
+    assert outbox.take(0.0) == events[0]
+    outbox.close()
+    assert not outbox.put(events[2])
+    assert not outbox.finished()
+    assert outbox.take(0.0) == events[1]
+    assert outbox.finished()
+    assert not overflows
+    full = Outbox(1, on_overflow=lambda: overflows.append("!"))
+    assert full.put(events[0])
+    assert not full.put(events[1])
+    assert not full.put(events[2])
+    assert overflows == ["!"]
+    assert full.finished()
+
+
+def make_sessions(num_seats: int = 2, num_blocks: int = 9) -> Sessions:
+    return Sessions(SeatAllocator(num_seats), RequestBlocks(BlockPool(num_blocks, 4), num_seats, 32))
+
+
+def placement(request_id: str = "a", epoch: int = 1, num_tokens: int = 6) -> Admission:
+    return Admission(request_id, epoch, tuple(range(num_tokens)), num_tokens, 20, SamplingSettings())
+
+
+def test_sessions_hold_one_epoch_and_free_everything_once() -> None:
+    sessions = make_sessions()
+    assert sessions.admit(1, placement()).status is AdmissionStatus.OK
+    with pytest.raises(InvalidRequest, match="epoch"):
+        sessions.admit(1, placement())
+    assert sessions.admit(2, placement(epoch=3)).status is AdmissionStatus.OK
+    assert sessions.find("a", 1, 1) is None
+    assert sessions.find("a", 3, 1) is None
+    session = sessions.find("a", 3, 2)
+    assert session is not None
+    assert not sessions.release("a", 1)
+    assert sessions.release_stream(1) == 0
+    assert sessions.admit(1, placement("b")).status is AdmissionStatus.OK
+    assert sessions.admit(1, placement("c")).status is AdmissionStatus.NO_SEAT
+    assert sessions.blocks.reserve(session.seat, 6)
+    sessions.check_integrity()
+    assert sessions.release("a", 3)
+    assert not sessions.release("a", 3)
+    assert sessions.release_stream(1) == 1
+    sessions.check_integrity()
+    assert (sessions.capacity.free_seats, sessions.capacity.free_blocks) == (2, 8)
+
+
+def test_integrity_sees_a_seat_that_was_lost() -> None:
+    seats = SeatAllocator(2)
+    sessions = Sessions(seats, RequestBlocks(BlockPool(9, 4), 2, 32))
+    sessions.check_integrity()
+    seats.acquire()
+    with pytest.raises(IntegrityError):
+        sessions.check_integrity()
+
+
+def test_rows_are_held_against_the_session() -> None:
+    sessions = make_sessions()
+    sessions.admit(1, placement(num_tokens=6))
+    session = sessions.find("a", 1, 1)
+    assert session is not None
+    sessions.check_row("row", RowRequest("a", 1, 0, 4, 0, False), session)
+    sessions.check_row("row", RowRequest("a", 1, 0, 6, 0, True), session)
+    session.started, session.context_len = True, 6
+    session.tokens.append(9)
+    sessions.check_row("row", RowRequest("a", 1, 6, 3, 2, True), session)
+    for row in (
+        RowRequest("a", 1, 5, 1, 0, True),
+        RowRequest("a", 1, 6, 2, 0, True),
+        RowRequest("a", 1, 6, 1, 0, False),
+    ):
+        with pytest.raises(InvalidRequest, match=r"^row\."):
+            sessions.check_row("row", row, session)

@@ -1,0 +1,121 @@
+"""The process: its ready line, health, reflection, one-line config errors, a clean end on SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from engine.config_file import parse_section
+from engine.errors import ConfigError
+from target_service.__main__ import main
+from target_service.config import TargetConfig
+from tests.processes import ProcessGroup
+from tests.target_service.conftest import start_target, write_config
+from tests.target_service.gateway_client import Driver, Gateway
+from tests.target_service.test_greedy import prompt_of
+
+SERVICE = "outrider.v1.TargetService"
+
+
+def test_health_and_reflection(target_address: str) -> None:
+    with grpc.insecure_channel(target_address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            status = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10).status
+            assert status == health_pb2.HealthCheckResponse.SERVING
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answer = next(stub.ServerReflectionInfo(iter([request]), timeout=10))
+        assert SERVICE in {service.name for service in answer.list_services_response.service}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ends_cleanly(processes: ProcessGroup, tmp_path: Path, tiny_dir: Path, number: signal.Signals) -> None:
+    config = write_config(tmp_path / "target.yaml", tiny_dir, num_blocks=16, drain_s=0.2)
+    address, process = start_target(processes, config)
+    assert f"target ready on {address} model={tiny_dir} blocks=16" in process.output
+    with Gateway(address) as gateway:
+        assert (gateway.info.num_blocks, gateway.info.vocab_size, gateway.info.max_model_len) == (16, 512, 512)
+        assert list(gateway.info.eos_token_ids) == [2]
+        driver = Driver(gateway)
+        running = driver.request(prompt_of(4), 9)
+        driver.admit(running)
+        driver.step([running])
+        process.popen.send_signal(number)
+        assert process.wait(15) == 0, process.output
+        gateway.half_close()
+        assert gateway.status in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
+    assert "Traceback" not in process.output
+
+
+def test_sigterm_lets_running_requests_end(processes: ProcessGroup, tmp_path: Path, tiny_dir: Path) -> None:
+    config = write_config(tmp_path / "target.yaml", tiny_dir, num_blocks=16, drain_s=20)
+    address, process = start_target(processes, config)
+    with Gateway(address) as gateway:
+        driver = Driver(gateway)
+        running = driver.request(prompt_of(4), 30)
+        driver.admit(running)
+        driver.step([running])
+        process.terminate()
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            end = time.monotonic() + 10
+            serving = health_pb2.HealthCheckResponse.SERVING
+            while (
+                health.Check(health_pb2.HealthCheckRequest(), timeout=10).status == serving and time.monotonic() < end
+            ):
+                time.sleep(0.02)  # until the signal has arrived
+            assert health.Check(health_pb2.HealthCheckRequest(), timeout=10).status != serving
+        while not running.done:
+            driver.step([running])
+        gateway.release(running.request_id)
+        assert process.wait(15) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"block_size": 12}, "target.block_size"),
+        ({"num_blocks": 0}, "target.num_blocks"),
+        ({"num_seats": "many"}, "target.num_seats"),
+        ({"blocksize": 16}, "target.blocksize"),
+        ({"dtype": "int3"}, "target.dtype"),
+        ({"device": "tpu"}, "target.device"),
+        ({"listen": "here"}, "target.listen"),
+        ({"listen": "127.0.0.1:99999"}, "target.listen"),
+        ({"channel_kinds": []}, "target.channel_kinds"),
+        ({"heartbeat_deadline_s": 0}, "target.heartbeat_deadline_s"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_section(settings, "target", TargetConfig)
+    assert error.value.key.startswith(key)
+
+
+def test_bad_config_is_one_line(tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for settings, key in (
+            ({"block_size": 12}, "target.block_size: "),
+            ({"max_model_len": 513}, "target.max_model_len: "),
+            ({"listen": "192.0.2.1:1"}, "target.listen: "),
+        ):
+            config = write_config(tmp_path / "bad.yaml", tiny_dir, **settings)
+            assert main(["--config", str(config)]) == 2
+            lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("target_service: ")]
+            assert len(lines) == 1
+            assert lines[0].startswith(f"target_service: {key}")
+        config = write_config(tmp_path / "good.yaml", tiny_dir)
+        assert main(["--config", str(config), "--model", str(tmp_path / "nowhere")]) == 2
+        assert "nowhere" in capsys.readouterr().err
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
