@@ -6,8 +6,9 @@ Policy only, without I/O or clocks: the target loop asks and carries out. Older 
 - a step takes decode rows first, then prompt chunks, under the token budget. Rows that had to sit out go first in the
 next
   step, and a prompt that sat out for too long is promised a part of the budget, so neither kind starves the other;
-- when blocks run out, the youngest placed request gives way to an older one that is starved. The oldest of all never
-gives
+- a request under which a step failed is a suspect: its next step is its alone, so that it cannot take others with it
+again; - when blocks run out, the youngest placed request gives way to an older one that is starved. The oldest of all
+never gives
   way, so something always gets on.
 """
 
@@ -145,6 +146,8 @@ class Scheduler:
         running = [request for request in self.placed.values() if request.phase is Phase.RUNNING]
         if not running:
             return []
+        if any(request.faults for request in running):
+            running = self._apart(running)
         prompts = [request for request in running if request.in_prompt]
         decodes = [request for request in running if not request.in_prompt]
         prompts.sort(key=_by_arrival)
@@ -160,6 +163,15 @@ class Scheduler:
         budget -= sum(row.plan.query_len for row in rows)
         rows.extend(self._prompt_rows(prompts, budget, limits, drafting))
         return rows
+
+    @staticmethod
+    def _apart(running: list[ActiveRequest]) -> list[ActiveRequest]:
+        """One suspect alone, or all that are none; whoever has waited longer."""
+        suspect = min((r for r in running if r.faults), key=lambda r: (r.last_planned, r.arrival))
+        others = [r for r in running if not r.faults]
+        if not others or suspect.last_planned <= min(r.last_planned for r in others):
+            return [suspect]
+        return others
 
     def _decode_rows(
         self, decodes: list[ActiveRequest], budget: int, limits: Limits, drafting: Drafting

@@ -159,6 +159,13 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
         assert not self.resident, f"seats still held: {sorted(self.resident)}"
         assert self.free_blocks == self.num_blocks - 1
 
+    async def some_steps(self, num_steps: int) -> None:
+        """Wait until so many more steps are done."""
+        wanted = len(self.results) + num_steps
+        async with asyncio.timeout(10):
+            while len(self.results) < wanted:  # noqa: ASYNC110 (as in `eventually`)
+                await asyncio.sleep(0.001)
+
     async def attach(self, drafter_id: str) -> Channel:
         old = self.channels.pop(drafter_id, None)
         if old is not None:
