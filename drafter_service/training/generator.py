@@ -81,21 +81,27 @@ class BatchGenerator:
 
     @torch.inference_mode()
     def run(self, jobs: Iterable[Job], should_stop: Callable[[], bool] = lambda: False) -> Iterator[Written]:
-        """Yield texts as they finish. `jobs` is asked again after every burst, so it may depend on what was yielded.
+        """Yield texts as they finish. `jobs` is asked again after every burst, so it may depend on what was yielded
+        (an iterator that has run dry is asked again too).
 
         Ends when `jobs` has run dry and every seat is done, or soon after `should_stop()` (texts under way are
         dropped).
         """
         source = iter(jobs)
         seats: list[Job | None] = [None] * self._num_seats
+        finished: list[Written] = []
         while True:
             self._fill(seats, source)
-            if should_stop() or not any(seats):
+            stop = should_stop()
+            busy = any(seats) and not stop
+            if busy:
+                for _ in range(self._burst):
+                    self._step()
+            yield from finished  # a GPU works on the burst while the asker takes these
+            if not busy and (stop or not finished):
                 self._done.fill_(True)
                 return
-            for _ in range(self._burst):
-                self._step()
-            yield from self._harvest(seats)
+            finished = list(self._harvest(seats)) if busy else []
 
     def _fill(self, seats: list[Job | None], source: Iterator[Job]) -> None:
         """Give every free seat the next job, as far as there are any."""

@@ -18,6 +18,18 @@ from drafter_service.training.loss import LossOptions
 from engine.errors import ConfigError
 
 
+# Where, how long and in how many sittings: a run may be extended.
+_NOT_THE_RESULT = (
+    "sitting_minutes",
+    "checkpoint_seconds",
+    "num_seats",
+    "generate_minutes",
+    "generate_tokens",
+    "train_minutes",
+    "train_steps",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     """One run of `train`.
@@ -65,9 +77,9 @@ class TrainOptions:
                 raise ConfigError(key, f"{getattr(self, key, self.loss.num_steps)} cannot be used")
 
     def fingerprint(self, model: Path) -> str:
-        """The same for two sittings of one training; where and for how long they run makes no difference."""
+        """The same for two sittings of one run, and for a run that is given more time afterwards."""
         values = asdict(self)
-        for name in ("sitting_minutes", "checkpoint_seconds", "num_seats", "generate_minutes", "generate_tokens"):
+        for name in _NOT_THE_RESULT:
             values.pop(name)
         config = (model / "config.json").read_bytes()
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode() + config).hexdigest()[:16]

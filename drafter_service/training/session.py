@@ -77,10 +77,10 @@ def run_training(
         return bool(options.sitting_minutes) and time.monotonic() - started > options.sitting_minutes * 60
 
     clock = _PhaseClock(work / "phases.json")
-    corpus, written = write_corpus(
-        decoder, chat, given, work, options, clock.seconds("writing") if content is None else 1e9, time_is_up
-    )
+    corpus, written = write_corpus(decoder, chat, given, work, options, clock.seconds("writing"), time_is_up)
     clock.add("writing", written.seconds)
+    if not written.complete:
+        return RunOutcome(False, {"complete": False, "facts": asdict(written), "held_out": []}, ())
     release_memory(device)
     if len(corpus) < _SMALLEST_CORPUS:
         raise ModelError(

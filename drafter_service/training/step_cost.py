@@ -19,6 +19,7 @@ from drafter_service.eagle3.head import Eagle3Head
 from drafter_service.training.target_view import TargetView
 from kernels.attention.interface import AttentionMetadata
 from kernels.attention.torch_backend import TorchAttention
+from kernels.reference.kv_write import write_kv
 
 _BLOCK_SIZE = 16
 _CONTEXT = 192
@@ -43,7 +44,7 @@ def measure_step_cost(head: Eagle3Head, target: TargetView, draft_len: int, repe
     """On the device that target and head are on; the head may be packed."""
     decoder, device = target.decoder, target.decoder.device
     config = decoder.config
-    num_blocks = (_CONTEXT + draft_len + 2) // _BLOCK_SIZE + 2
+    num_blocks = (_CONTEXT + 2 * draft_len + 2) // _BLOCK_SIZE + 2
     cache = decoder.make_kv_cache(num_blocks, _BLOCK_SIZE)
     backends = [
         TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, group.window)
@@ -66,17 +67,19 @@ def measure_step_cost(head: Eagle3Head, target: TargetView, draft_len: int, repe
     v_cache = torch.zeros_like(k_cache)
 
     def draft() -> None:
+        """As the service does it: the KV of all tokens, attention for the last one, then one token a draft step."""
         captured = torch.randn((draft_len + 1, own.num_captured * own.target_hidden_size), device=device)
         hidden = head.fuse(captured.to(head.norm.weight.dtype))
-        query_len = draft_len + 1
+        positions = torch.arange(draft_len + 1, device=device) + _CONTEXT
+        ids = torch.arange(draft_len + 1, device=device) + 3
         for step in range(draft_len):
-            plan = head_backend.plan(_metadata(query_len, device))
-            positions = torch.arange(query_len, device=device) + _CONTEXT + step
-            ids = torch.arange(query_len, device=device) + 3
-            last = torch.tensor([query_len - 1], device=device)
-            output = head(ids, hidden, positions, plan, k_cache, v_cache, last)
-            head.target_ids(head.logits(output).argmax(-1)).tolist()
-            hidden, query_len = head.next_hidden(output), 1
+            q, k, v, residual = head.project(ids, hidden, positions)
+            if step == 0:
+                write_kv(k, v, positions + _BLOCK_SIZE, k_cache, v_cache)
+            plan = head_backend.plan(_metadata(1, device, _CONTEXT + draft_len + step))
+            output = head.finish(plan.run(q[-1:], k[-1:], v[-1:], k_cache, v_cache), residual[-1:])
+            ids = head.target_ids(head.logits(output).argmax(-1))
+            hidden, positions = head.next_hidden(output), positions[-1:] + 1
 
     return StepCost(
         draft_len,
@@ -86,16 +89,16 @@ def measure_step_cost(head: Eagle3Head, target: TargetView, draft_len: int, repe
     )
 
 
-def _metadata(query_len: int, device: torch.device) -> AttentionMetadata:
-    """One row with _CONTEXT tokens before it, in blocks 1, 2, ..."""
-    seq_len = _CONTEXT + query_len
+def _metadata(query_len: int, device: torch.device, context_len: int = _CONTEXT) -> AttentionMetadata:
+    """One row with context_len tokens before it, in blocks 1, 2, ..."""
+    seq_len = context_len + query_len
     num_blocks = -(-seq_len // _BLOCK_SIZE)
     starts, lens = np.array([0, query_len], dtype=np.int32), np.array([seq_len], dtype=np.int32)
     return AttentionMetadata(
         query_start_loc=torch.from_numpy(starts).to(device),
         seq_lens=torch.from_numpy(lens).to(device),
         block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
-        slot_mapping=torch.arange(query_len, device=device) + _CONTEXT + _BLOCK_SIZE,
+        slot_mapping=torch.arange(query_len, device=device) + context_len + _BLOCK_SIZE,
         max_query_len=query_len,
         max_seq_len=seq_len,
         query_start_loc_np=starts,

@@ -1,0 +1,1 @@
+"""Tests of drafter_service.training."""
