@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from protos import generate
 
@@ -143,30 +142,48 @@ def test_layout_loads_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_transformers_does_not_take_our_kernels_for_the_hub_package() -> None:
-    """transformers looks for an optional package called `kernels`; ours is importable by that name beside it.
+def transformers_takes_our_kernels(installed_as: str | None, tmp_path: Path) -> bool:
+    """What transformers makes of our `kernels`, in a process of its own, and that it loads and runs a model either way.
 
-    Where outrider is not installed (a bare checkout) ours has no version at all, and is not taken either.
+    installed_as: the version that outrider's installed metadata gives; None: a bare checkout, whatever is installed.
     """
-    import transformers.utils.import_utils as import_utils
-
-    lowest, highest = Version(import_utils.KERNELS_MIN_VERSION), Version(import_utils.KERNELS_MAX_VERSION)
-    ours = Version(declared_version())
-    assert not lowest <= ours < highest
+    paths = [str(ROOT)]
+    if installed_as is not None:
+        info = tmp_path / f"outrider-{installed_as}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: outrider\nVersion: {installed_as}\n")
+        (info / "top_level.txt").write_text("kernels\n")
+        paths.insert(0, str(tmp_path))
     code = (
-        "import kernels, sys\n"
-        "from transformers.utils import is_kernels_available\n"
-        "from transformers.integrations import hub_kernels\n"
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "import kernels\n"
         "assert kernels.__file__.startswith(sys.argv[1]), kernels.__file__\n"
-        "assert not is_kernels_available()\n"
+        "from transformers.utils import is_kernels_available\n"
+        "print('taken', is_kernels_available(), flush=True)\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,\n"
         "                             num_attention_heads=1, num_key_value_heads=1))\n"
+        "print('loaded')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code, str(ROOT), *paths], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
-    assert done.returncode == 0, done.stderr
+    taken = "taken True" in done.stdout
+    assert taken or "loaded" in done.stdout, done.stderr
+    return taken
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["installed", "bare checkout"])
+def test_transformers_does_not_take_our_kernels_for_the_hub_package(installed: bool, tmp_path: Path) -> None:
+    """transformers looks for an optional package called `kernels`, of certain versions; ours has that name too."""
+    assert not transformers_takes_our_kernels(declared_version() if installed else None, tmp_path)
+
+
+def test_a_version_that_transformers_accepts_would_be_taken(tmp_path: Path) -> None:
+    """Why our version must keep outside its range; and that the test above can fail."""
+    from transformers.utils import import_utils
+
+    assert transformers_takes_our_kernels(import_utils.KERNELS_MIN_VERSION, tmp_path)
 
 
 def declared_version() -> str:

@@ -6,10 +6,11 @@ pauses.
 
 Memory order. Both ends write through plain 8-byte aligned stores (ctypes and torch copies), and the protocol needs two
 orders: data before tag before counter at the writer, and counter before tag before data before tag again at the
-reader. x86 keeps stores in order among stores and loads in order among loads, and neither the interpreter nor a C
-call between two of them lets a compiler move one over the other, so nothing more is needed there. On machines of
-weaker order, such as aarch64, `fence` must stand between the steps: it makes a futex wake call on a word nobody waits
-for, whose kernel path holds a full memory barrier (futex_hb_waiters_pending, kernel/futex/futex.h).
+reader. x86 keeps stores in order among stores and loads in order among loads (the C library ends the streaming stores
+of a large copy with a fence of its own), and neither the interpreter nor a C call between two of them lets a compiler
+move one over the other, so nothing more is needed there. On machines of weaker order, such as aarch64, `fence` must
+stand between the steps: it makes a futex wake call on a word nobody waits for, whose kernel path holds a full memory
+barrier (futex_hb_waiters_pending, kernel/futex/futex.h).
 """
 
 from __future__ import annotations
