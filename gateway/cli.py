@@ -1,0 +1,193 @@
+"""Which commands does `outrider` have?
+
+Heavy imports wait for the command that needs them: `outrider version` must answer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ResultT = TypeVar("ResultT")
+
+INTERRUPTED = 130
+DEFAULT_CONFIG = Path("configs/quickstart.yaml")
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    name="outrider",
+    help="Speculative decoding split into a target, a drafter and a gateway.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(help="Config file (YAML) of target, drafter and gateway.")]
+
+
+def main() -> None:
+    """Entry point of the `outrider` script."""
+    app()
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(_version())
+
+
+@app.command()
+def up(config: ConfigArgument) -> None:
+    """Run target, drafter and gateway until Ctrl-C; restart what dies."""
+    from rich.console import Console
+
+    console = Console()
+    _run(_up(config, console), console)
+
+
+@app.command()
+def quickstart(
+    config: ConfigArgument = DEFAULT_CONFIG,
+    question: Annotated[str | None, typer.Option(help="What to ask.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Longest answer.")] = None,
+) -> None:
+    """Start everything on free ports, ask one question with drafts and without, compare, stop everything."""
+    from rich.console import Console
+
+    from gateway import quickstart as show
+
+    console = Console()
+    work = show.run_quickstart(config, question or show.QUESTION, max_tokens or show.MAX_TOKENS, console)
+    result = _run(work, console)
+    print(show.json_line(result), flush=True)
+    if not result["identical"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    message: Annotated[list[str] | None, typer.Argument(help="One question; without it, a conversation.")] = None,
+    url: Annotated[str, typer.Option(help="Where the gateway is.")] = "http://127.0.0.1:8000",
+    draft_len: Annotated[int | None, typer.Option(min=0, help="Tokens drafted a step; 0: none.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2)] = 0.0,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+) -> None:
+    """Talk to a running stack; accepted draft tokens are coloured."""
+    from rich.console import Console
+
+    from gateway.conversation import Conversation, converse
+
+    console = Console(highlight=False)
+    conversation = Conversation(url, system, draft_len, max_tokens, temperature)
+    _run(converse(conversation, " ".join(message) if message else None, console), console)
+
+
+@app.command("train-drafter", context_settings=PASS_ON)
+def train_drafter(context: typer.Context) -> None:
+    """Train an EAGLE-3 head for a model; arguments go to `python -m drafter_service.training`."""
+    _become("drafter_service.training", context.args)
+
+
+@app.command("eval-drafter", context_settings=PASS_ON)
+def eval_drafter(context: typer.Context) -> None:
+    """Measure a drafter's acceptance; arguments go to `python -m drafter_service.training.evaluate`."""
+    _become("drafter_service.training.evaluate", context.args)
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    """Run a module that needs torch, which this process never loads. In our foreground group: Ctrl-C reaches it."""
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
+    while True:
+        try:
+            raise typer.Exit(process.wait())
+        except KeyboardInterrupt:
+            continue  # it was told too, and ends in its own way
+
+
+async def _up(config: Path, console: Console) -> None:
+    from gateway.stack.console import LogPrinter, StartView
+    from gateway.stack.model import fetch_model
+    from gateway.stack.settings import check_ports, load_settings, services, url
+    from gateway.supervisor import ServiceState, Supervisor
+
+    settings = load_settings(config)
+    check_ports(settings)
+    directory = await fetch_model(settings.model)
+    specs = services(settings, directory)
+    printer, view = LogPrinter(console), StartView(console, [spec.name for spec in specs])
+
+    def on_line(name: str, line: str) -> None:
+        printer(name, line)
+        view.on_line(name, line)
+
+    def on_state(name: str, state: ServiceState, detail: str) -> None:
+        view.on_state(name, state, detail)
+        if state is ServiceState.RESTARTING:
+            printer(name, f"died: {detail}")
+
+    async with Supervisor(specs, on_line, on_state) as supervisor:
+        with view:
+            await supervisor.wait_ready()
+        rest = url(settings.rest)
+        console.print(
+            f"Serving {settings.model} at {rest}/v1 (docs at {rest}/docs), gRPC at {settings.grpc}. Ctrl-C stops."
+        )
+        await supervisor.run()
+
+
+def _run(work: Coroutine[Any, Any, ResultT], console: Console) -> ResultT:
+    """Run a command; what a person can put right becomes one line and an exit status."""
+    from gateway.chat_client import AnswerFailed, ClientMissing
+    from gateway.errors import ConfigError
+    from gateway.quickstart import Silent
+    from gateway.supervisor import StartFailed
+
+    try:
+        return asyncio.run(_until_signal(work))
+    except (ConfigError, StartFailed, AnswerFailed, ClientMissing, Silent) as error:
+        console.print(f"outrider: {error}", style="red", soft_wrap=True, markup=False, highlight=False)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(INTERRUPTED) from None
+
+
+async def _until_signal(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run `work`, cancelled by SIGINT, SIGTERM or SIGHUP; a second one kills the services through our own end."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:  # on a leash, they end with us
+            os._exit(INTERRUPTED)
+        asked = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    return await task
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("outrider")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "0.0.0+uninstalled"
+
+
+if __name__ == "__main__":
+    main()

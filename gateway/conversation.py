@@ -1,0 +1,86 @@
+"""How does `outrider chat` talk: one question, or a conversation?"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from gateway.chat_client import Answer, AnswerFailed, ask, connect, served_model
+from gateway.stack.console import print_span, legend
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.chat import ChatCompletionMessageParam
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Where to ask, how, and what was said so far."""
+
+    url: str
+    system: str | None
+    draft_len: int | None
+    max_tokens: int | None
+    temperature: float
+    messages: list[ChatCompletionMessageParam] = field(default_factory=list)
+
+
+async def converse(conversation: Conversation, question: str | None, console: Console) -> None:
+    """Answer `question`, or what is typed until the end of input. Raises AnswerFailed, ClientMissing."""
+    async with connect(conversation.url) as client:
+        model = await served_model(client)
+        if conversation.system is not None:
+            conversation.messages.append({"role": "system", "content": conversation.system})
+        if question is not None:
+            await _turn(conversation, question, client, model, console)
+            return
+        console.print(
+            Text.assemble(("outrider chat", "bold"), f" with {model}   ", legend(), ("   Ctrl-D ends", "dim"))
+        )
+        while (line := await _read_line(console)) is not None:
+            if not line.strip():
+                continue
+            try:
+                await _turn(conversation, line, client, model, console)
+            except AnswerFailed as error:  # the conversation goes on without this turn
+                conversation.messages.pop()
+                console.print(Text(str(error), style="red"))
+
+
+async def _turn(
+    conversation: Conversation, question: str, client: openai.AsyncOpenAI, model: str, console: Console
+) -> None:
+    conversation.messages.append({"role": "user", "content": question})
+    answer = await ask(
+        client,
+        model,
+        conversation.messages,
+        lambda text, from_draft: print_span(console, text, from_draft),
+        max_tokens=conversation.max_tokens,
+        temperature=conversation.temperature,
+        draft_len=conversation.draft_len,
+    )
+    console.print()
+    conversation.messages.append({"role": "assistant", "content": answer.text})
+    console.print(Text(_figures(answer), style="dim"))
+
+
+def _figures(answer: Answer) -> str:
+    accepted = sum(answer.from_draft)
+    return (
+        f"{len(answer.token_ids)} tokens, {accepted} of them drafted, {answer.mean_accepted_len:.2f} a step, "
+        f"{answer.tokens_per_second:.1f} tokens/s"
+    )
+
+
+async def _read_line(console: Console) -> str | None:
+    """One line from the keyboard, None at the end of input."""
+    try:
+        return await asyncio.to_thread(console.input, "[bold]> [/bold]")
+    except EOFError:
+        console.print()
+        return None
