@@ -50,8 +50,8 @@ async def make_stack(reserve_port: type[ReservedPort]) -> AsyncIterator[MakeStac
         if drafting:
             await fake_drafter.start()
         await dispatcher.__aenter__()
-        if start_target and drafting:
-            await eventually(lambda: stack.service("drafter") == "serving")
+        if start_target:
+            await eventually(lambda: all(one.state == "serving" for one in dispatcher.status().services))
         return stack
 
     yield make
