@@ -101,7 +101,9 @@ class GatewayApp:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         with contextlib.closing(listen(self._config.rest, "gateway.rest")) as rest_socket:
-            dispatcher = Dispatcher(self._config, self._make_text, GatewayMetrics(self._registry))
+            dispatcher = Dispatcher(
+                self._config, self._make_text, GatewayMetrics(self._registry, self._config.max_draft_len)
+            )
             grpc_face = GrpcFace(dispatcher, self._served, self._config.grpc, version())
             async with dispatcher:
                 try:

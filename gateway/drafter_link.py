@@ -158,12 +158,7 @@ class DrafterLink:
             if self._steps_since_miss >= CALM_STEPS:
                 self._misses = 0
             return
-        self._steps_since_miss = 0
-        self._misses += 1
-        pause = min(self._reconnect_min_s * 2**self._misses, MAX_PAUSE_S)
-        _log.warning("drafts of %s did not come in time; next attempt in %.1f s", self.address, pause)
-        self._close_channel(LinkState.OPENING, "drafts did not come in time")
-        self._set_timer(pause, self._open)
+        self._reopen_later("drafts did not come in time")
 
     # What the drafter tells it.
 
@@ -185,6 +180,8 @@ class DrafterLink:
                 self._opened(event)
             case Fault():
                 _log.warning("drafter %s: %s: %s", self.address, event.kind, event.detail)
+                if event.seq and self.ready:  # it could not take part in a step: it has a hole now, or no channel
+                    self._reopen_later("it could not follow a step")
             case Released():
                 pass
 
@@ -198,6 +195,14 @@ class DrafterLink:
         except StreamLost:
             return
         self._set_timer(OPEN_TIMEOUT_S, self._give_up)
+
+    def _reopen_later(self, reason: str) -> None:
+        self._steps_since_miss = 0
+        self._misses += 1
+        pause = min(self._reconnect_min_s * 2**self._misses, MAX_PAUSE_S)
+        _log.warning("drafter %s: %s; next attempt in %.1f s", self.address, reason, pause)
+        self._close_channel(LinkState.OPENING, reason)
+        self._set_timer(pause, self._open)
 
     def _give_up(self) -> None:
         if self._stream is not None:

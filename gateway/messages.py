@@ -26,7 +26,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """Who the target is and how much it holds; see protos/target.proto."""
+    """Who the target is and how much it holds; see protos/target.proto. num_blocks: that requests can hold together."""
 
     instance_id: str
     model: str
@@ -41,8 +41,8 @@ class TargetInfo:
 
     @property
     def max_request_len(self) -> int:
-        """Longest prompt and output together that fits when nothing else runs (one block is never handed out)."""
-        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
+        """Longest prompt and output together that fits when nothing else runs."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-MAX_POSITIONS = 64  # of a draft; bounds the label's cardinality
 
 
 class GatewayMetrics:
-    """All metrics of one gateway. Times in seconds."""
+    """All metrics of one gateway. Times in seconds. max_draft_len: positions that acceptance is counted at."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, max_draft_len: int) -> None:
         self.registry = registry
         self.drafts = Counter(
             "outrider_drafts", "Rows in which at least one draft token was verified", registry=registry
@@ -31,7 +30,7 @@ class GatewayMetrics:
             ["position"],
             registry=registry,
         )
-        self._accepted_children = [self._accepted_at.labels(str(position)) for position in range(MAX_POSITIONS)]
+        self._accepted_children = [self._accepted_at.labels(str(position)) for position in range(max_draft_len)]
         self.proposed_tokens = Counter(
             "outrider_proposed_tokens", "Draft tokens proposed by the drafter", registry=registry
         )

@@ -28,7 +28,7 @@ _by_arrival = attrgetter("arrival")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the target can take. usable_blocks: blocks that requests can hold together (the null block is not one)."""
+    """What the target can take. usable_blocks: blocks that requests can hold together."""
 
     max_step_tokens: int
     max_running: int

@@ -72,6 +72,7 @@ class TargetLoop:
         self._stream: TargetStream | None = None
         self._greeted_by = 0.0
         self._flight: _Flight | None = None
+        self._verdict_at: float | None = None  # of the step whose successor is not sent yet
         self._pause_until = 0.0
         self._request_s = 1.0  # how long a request takes, smoothed; for Retry-After
         self.bonds = Bonds(config, gateway_id, metrics, self.scheduler.placed, self._on_drafter_answer)
@@ -170,8 +171,8 @@ class TargetLoop:
         self.info = info
         max_running = min(self._config.max_running or info.num_seats, info.num_seats)
         budget = min(self._config.max_step_tokens or info.max_step_tokens, info.max_step_tokens)
-        self._limits = Limits(budget, max_running, info.max_verify_len, info.block_size, info.num_blocks - 1)
-        self._capacity = Capacity(info.num_seats, info.num_blocks - 1)
+        self._limits = Limits(budget, max_running, info.max_verify_len, info.block_size, info.num_blocks)
+        self._capacity = Capacity(info.num_seats, info.num_blocks)
         self._pause_until = 0.0
         self.detail = ""
         self.up.set()
@@ -243,7 +244,7 @@ class TargetLoop:
             raise BadEvent(f"step {result.seq} is not the one under way, or its rows are not those planned")
         self._flight = None
         self._capacity = result.capacity
-        now = time.monotonic()
+        self._verdict_at = now = time.monotonic()
         self._time_step(result, flight, now)
         starved: list[ActiveRequest] = []
         ran = False
@@ -394,6 +395,7 @@ class TargetLoop:
         self.bonds.ask_anew(now)
         drafting = self.bonds.drafting()
         rows = self.scheduler.plan_rows(self._limits, drafting)
+        verdict_at, self._verdict_at = self._verdict_at, None
         if not rows:
             return
         channel = self.bonds.channel_of(rows)
@@ -408,6 +410,8 @@ class TargetLoop:
         stream.plan(plan)
         self._flight = _Flight(plan, rows, now)
         self.bonds.step_sent(plan)
+        if verdict_at is not None:
+            self._metrics.gateway_total.observe(time.monotonic() - verdict_at)
 
     # Measuring.
 

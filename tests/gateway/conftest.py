@@ -42,7 +42,9 @@ async def make_stack(reserve_port: type[ReservedPort]) -> AsyncIterator[MakeStac
             target=fake_target.address, drafter=fake_drafter.address if drafting else None, **settings
         )
         registry = CollectorRegistry()
-        dispatcher = Dispatcher(gateway_config, lambda generation: ToyText(generation.stop), GatewayMetrics(registry))
+        dispatcher = Dispatcher(
+            gateway_config, lambda generation: ToyText(generation.stop), GatewayMetrics(registry, 7)
+        )
         stack = Stack(fake_target, fake_drafter, dispatcher, registry)
         stacks.append(stack)
         if start_target:

@@ -113,7 +113,7 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
         self,
         port: int,
         num_seats: int = 8,
-        num_blocks: int = 65,
+        num_blocks: int = 64,
         block_size: int = 4,
         max_model_len: int = 256,
         max_step_tokens: int = 64,
@@ -149,7 +149,7 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
 
     @property
     def free_blocks(self) -> int:
-        return self.num_blocks - 1 - sum(resident.blocks for resident in self.resident.values())
+        return self.num_blocks - sum(resident.blocks for resident in self.resident.values())
 
     def capacity(self) -> common_pb2.Capacity:
         return common_pb2.Capacity(free_seats=self.num_seats - len(self.resident), free_blocks=self.free_blocks)
@@ -157,7 +157,7 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
     def assert_empty(self) -> None:
         assert not self.violations, "\n".join(self.violations)
         assert not self.resident, f"seats still held: {sorted(self.resident)}"
-        assert self.free_blocks == self.num_blocks - 1
+        assert self.free_blocks == self.num_blocks
 
     async def some_steps(self, num_steps: int) -> None:
         """Wait until so many more steps are done."""

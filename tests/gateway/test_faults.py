@@ -255,7 +255,7 @@ async def test_waiting_too_long_is_a_timeout(make_stack: MakeStack) -> None:
 
 async def test_starved_requests_give_way_and_lose_nothing(make_stack: MakeStack) -> None:
     """Four requests of up to 63 tokens, blocks for 80: preemption must happen, and the oldest never gives way."""
-    stack = await make_stack(target={"num_blocks": 21, "num_seats": 4})
+    stack = await make_stack(target={"num_blocks": 20, "num_seats": 4})
     deltas = await asyncio.gather(*(stack.run(generation((number, 2, 3), 60)) for number in (1, 2, 3, 4)))
     for number, one in zip((1, 2, 3, 4), deltas, strict=True):
         assert tokens_of(one) == continuation((number, 2, 3), 60)
@@ -268,7 +268,7 @@ async def test_starved_requests_give_way_and_lose_nothing(make_stack: MakeStack)
 
 
 async def test_preemption_with_drafts_in_flight_and_sampling(make_stack: MakeStack) -> None:
-    stack = await make_stack(target={"num_blocks": 13, "num_seats": 3})
+    stack = await make_stack(target={"num_blocks": 12, "num_seats": 3})
     wanted = [
         generation((number,), 40, sampling=SamplingOptions(temperature=1.0, seed=number), draft_len=draft_len)
         for number, draft_len in ((1, 0), (2, 1), (3, 3), (4, 4), (5, 4))
@@ -284,7 +284,7 @@ async def test_preemption_with_drafts_in_flight_and_sampling(make_stack: MakeSta
 async def test_what_can_never_fit_is_refused_at_the_door(
     make_stack: MakeStack, prompt_len: int, max_tokens: int | None, field: str
 ) -> None:
-    stack = await make_stack(target={"num_blocks": 13})  # 12 usable blocks of 4 tokens
+    stack = await make_stack(target={"num_blocks": 12})  # 12 usable blocks of 4 tokens
     with pytest.raises(InvalidGeneration) as caught:
         await stack.dispatcher.submit(generation((1,) * prompt_len, max_tokens))
     assert caught.value.field == field

@@ -33,7 +33,7 @@ async def test_one_stream_is_the_targets_own_continuation(make_stack: MakeStack,
 
 
 async def test_long_prompts_come_in_chunks_beside_decoding(make_stack: MakeStack) -> None:
-    stack = await make_stack(target={"max_step_tokens": 16, "num_blocks": 257})
+    stack = await make_stack(target={"max_step_tokens": 16, "num_blocks": 256})
     prompts = [tuple(range(1, 1 + length)) for length in (50, 3, 90, 17)]
     wanted = [generation(prompt, 30) for prompt in prompts]
     for deltas, prompt in zip(await asyncio.gather(*map(stack.run, wanted)), prompts, strict=True):
@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_before_it_runs_leaves_no_trace(make_stack: M
 
 
 async def test_five_hundred_mixed_requests_with_cancels_leave_nothing(make_stack: MakeStack) -> None:
-    stack = await make_stack(target={"num_seats": 8, "num_blocks": 129}, max_waiting=600, queue_timeout_s=100.0)
+    stack = await make_stack(target={"num_seats": 8, "num_blocks": 128}, max_waiting=600, queue_timeout_s=100.0)
     rng = random.Random(7)
 
     async def client(number: int) -> None:

@@ -128,7 +128,7 @@ def verdict(token_ids: tuple[int, ...], context_len: int, **other: int) -> Verdi
 
 def test_counters_and_usage_are_trimmed_with_the_tokens() -> None:
     registry = CollectorRegistry()
-    metrics = GatewayMetrics(registry)
+    metrics = GatewayMetrics(registry, 7)
     one = request()
     row = RowPlan("r", 1, 3, 6, 5, 0, True)
     one.token_ids.append(9)  # the anchor
@@ -166,6 +166,6 @@ def test_counters_and_usage_are_trimmed_with_the_tokens() -> None:
 def test_a_verdict_that_cannot_be_is_refused_and_changes_nothing(row: RowPlan, wrong: Verdict) -> None:
     one = request()
     with pytest.raises(BadEvent):
-        apply_verdict(one, row, wrong, GatewayMetrics(CollectorRegistry()), 1.0)
+        apply_verdict(one, row, wrong, GatewayMetrics(CollectorRegistry(), 7), 1.0)
     assert one.token_ids == [1, 2, 3]
     assert one.context_len == 0
