@@ -1,9 +1,9 @@
 """Which tiny model directories do the tests run on?
 
 Hugging Face directories with random weights (fixed seed), small enough to load in milliseconds: config.json,
-generation_config.json, model.safetensors, and a byte-level tokenizer whose 512 ids cover every byte string, with the chat
-template of SmolLM2. Weights are wider than transformers' own initialisation, so that attention matters and greedy output is
-not one token for ever.
+generation_config.json, model.safetensors, and a byte-level tokenizer whose 512 ids cover every byte string, with the
+chat template of SmolLM2. Weights are wider than transformers' own initialisation, so that attention matters and
+greedy output is not one token for ever.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def make_tiny_model(directory: Path, family: str = "llama", seed: int = 0, **ove
     """Write a tiny model of `family` (llama, mistral, qwen2, qwen3) to `directory` and return it.
 
     Defaults: vocabulary 512, hidden 64, 3 layers, 4 query and 2 KV heads of 16, MLP 128, 512 positions, tied embedding,
-    fp32. `overrides` are fields of the family's transformers config (num_hidden_layers=2, sliding_window=8, ...). A directory
-    that is already complete is reused as it is. The same arguments give the same weights, bit for bit.
+    fp32. `overrides` are fields of the family's transformers config (num_hidden_layers=2, sliding_window=8, ...). A
+    directory that is already complete is reused as it is. The same arguments give the same weights, bit for bit.
     """
     directory = Path(directory)
     if (directory / "model.safetensors").exists():
@@ -123,7 +123,9 @@ def load_reference(directory: Path) -> PreTrainedModel:
 
 @torch.inference_mode()
 def greedy_reference(model: PreTrainedModel, prompt: list[int], num_tokens: int, ignore_eos: bool = True) -> list[int]:
-    """The next `num_tokens` greedy tokens of `prompt` by transformers' generate; with `ignore_eos`, past the end token."""
+    """The next `num_tokens` greedy tokens of `prompt` by transformers' generate; with `ignore_eos`, past the end
+    token.
+    """
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=num_tokens,
@@ -131,5 +133,6 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], num_tokens: int,
         pad_token_id=EOS_TOKEN_ID,
     )
     ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    generate: Any = model.generate
+    output = generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     return [int(token) for token in output[0, len(prompt) :]]

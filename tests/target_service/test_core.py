@@ -51,13 +51,15 @@ def test_a_bug_in_a_step_is_a_fault_and_lets_its_requests_go(
     eventually_free(target)
 
 
-def test_a_gateway_that_does_not_read_loses_its_stream(local_target: Callable[..., LocalTarget]) -> None:
+def test_a_gateway_that_does_not_read_loses_its_stream(
+    local_target: Callable[..., LocalTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its replies pile up to the bound; then its requests are released, and others are served meanwhile."""
     address, target = local_target(event_queue=4)
     with Gateway(address) as reader:
         stuck = threading.Event()
         gateway = Gateway(address)
-        gateway._events.put = lambda event: stuck.wait(30)  # type: ignore[method-assign, assignment, return-value]
+        monkeypatch.setattr(gateway._events, "put", lambda event: stuck.wait(30))
         try:
             driver = Driver(gateway)
             running = driver.request(prompt_of(3), 3)
