@@ -71,7 +71,12 @@ def _train(args: argparse.Namespace) -> int:
     if outcome.results:
         print_table(outcome.results, None, f"Acceptance, draft_len {args.draft_len}")
     facts = {name: value for name, value in outcome.report["facts"].items() if name != "table"}
-    summary: dict[str, object] = {"complete": outcome.complete, "out": str(args.out), **facts, **results_json(outcome.results, None)}
+    summary: dict[str, object] = {
+        "complete": outcome.complete,
+        "out": str(args.out),
+        **facts,
+        **results_json(outcome.results, None),
+    }
     if outcome.report["held_out"]:
         summary["held_out_accepted_len"] = [outcome.report["held_out"][index]["accepted_len"] for index in (0, -1)]
     print(json.dumps(summary))

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +169,7 @@ class Trainer:
         options, state = self._options, self.state
         while True:
             batches = epoch_batches(corpus, options.batch_tokens, options.max_len, options.seed + state.epoch)
-            for index, batch in enumerate(batches):
-                if index < state.batches_into_epoch:
-                    continue
-                state.batches_into_epoch = index + 1
-                yield batch
+            yield from islice(batches, state.batches_into_epoch, None)
             state.epoch += 1
             state.batches_into_epoch = 0
 
@@ -194,6 +191,7 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.state.steps += 1
+        self.state.batches_into_epoch += 1
         self.state.tokens += batch.num_tokens
         return LossOutput(output.loss.detach(), output.step_losses, output.alive, output.tried)
 

@@ -95,7 +95,7 @@ def test_walk_equals_drafting_and_verifying_step_by_step(head: Eagle3Head, targe
     token_ids = torch.from_numpy(batch.token_ids)
     for at in (12, 13, 14, 20, 28, 29):
         _, captured = target.run(token_ids)
-        output = list(unroll(head, head.fuse(captured), token_ids, 1))[0]
+        output = next(unroll(head, head.fuse(captured), token_ids, 1))
         flat = at - 2
         token_ids[0, at] = head.target_ids(head.logits(output[flat : flat + 1]).argmax(-1))[0]
     lengths = accepted_lengths(head, target, batch, DRAFT_LEN, CPU)
