@@ -221,6 +221,35 @@ def test_sampled_output_with_draft_probabilities_follows_the_target(
     assert abs(accepted / num_trials - by_drafts) < 0.05
 
 
+def test_seeded_rows_do_not_see_draft_probabilities(target_address: str) -> None:
+    """Unseeded, a draft published with probabilities changes which token is drawn; seeded, it must not."""
+    outputs: dict[bool, list[list[int]]] = {}
+
+    def propose(entry: RingEntry) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        probs = torch.zeros(entry.num_rows, 3, 512)
+        probs[:, :, 20:24] = 0.25
+        tokens = torch.full((entry.num_rows, 3), 20, dtype=torch.int64) + (entry.seeds[:, None] + torch.arange(3)) % 4
+        return tokens, probs, torch.ones(entry.num_rows, dtype=torch.bool)
+
+    with (
+        Gateway(target_address) as gateway,
+        ScriptedDrafter(target_address, "shm", draft_probs=True) as drafter,
+    ):
+        drafter.propose = propose
+        driver = Driver(gateway)
+        for seeded in (True, False):
+            outputs[seeded] = []
+            for draft_len in (0, 3):
+                driver.drafter = drafter if draft_len else None
+                sampling = {"temperature": 3.0, "logit_bias": {20: 30.0, 21: 30.0, 22: 30.0, 23: 30.0}, "seed": 77}
+                running = driver.request(prompt_of(9), 16, draft_len=draft_len, sampling={**sampling, "seeded": seeded})
+                driver.run([running])
+                outputs[seeded].append(running.generated[:16])
+                assert bool(running.from_draft) == bool(draft_len)
+    assert outputs[True][0] == outputs[True][1]
+    assert outputs[False][0] != outputs[False][1]
+
+
 def test_the_accept_rule_through_seat_sampling() -> None:
     """The distribution check of 65,536 trials: total variation to the target, and the sum of minima accepted."""
     target = torch.tensor([0.30, 0.20, 0.15, 0.10, 0.10, 0.05, 0.05, 0.05])
