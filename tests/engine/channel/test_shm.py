@@ -298,12 +298,18 @@ def test_a_detached_drafter_is_gone_at_once_and_nobody_else_may_take_its_place()
         publish(target, 1)  # the target goes on by itself
 
 
-def test_memory_of_another_channel_is_refused() -> None:
-    with channel_pair() as (target, _):
-        described = describe(target)
-        for changed in (replace(described, channel_id="another"), replace(described, epoch=SPEC.epoch + 1)):
-            with pytest.raises(ChannelError, match=r"^control\."):
-                attach_drafter_channel(changed)
+@pytest.mark.parametrize(
+    ("field", "value", "word"), [("channel_id", "another", "channel_hash"), ("epoch", SPEC.epoch + 1, "epoch")]
+)
+def test_memory_of_another_channel_is_refused(field: str, value: object, word: str) -> None:
+    target = open_target_channel(SPEC, "shm")
+    wrong = describe(open_target_channel(spec_with(**{field: value}), "bytes"))
+    described = describe(target)
+    changed = replace(described, channel_id=wrong.channel_id, epoch=wrong.epoch)
+    with pytest.raises(ChannelError, match=rf"^control\.{word}: "):
+        attach_drafter_channel(changed)
+    attach_drafter_channel(described).close()
+    target.close()
 
 
 def test_heartbeats_keep_an_idle_pair_alive_and_their_end_is_noticed() -> None:
