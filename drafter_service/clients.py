@@ -51,7 +51,7 @@ Submit = Callable[[GatewayStream, AttachOutcome], bool]
 class TargetConnector:
     """Attaches to targets, in threads of its own.
 
-    drafter_id: of the service. A target keeps one channel for each id, so every gateway attaches under an id of its own.
+    drafter_id: of the service. A target keeps one channel for each id, so each gateway attaches under one of its own.
     kinds: channel kinds to offer, best first.
     """
 

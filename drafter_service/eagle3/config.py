@@ -129,6 +129,7 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         raise ModelError(f"hidden_act is {layer_raw['hidden_act']!r}, only 'silu' is known")
     ignored = ("architectures", "auto_map", "dtype", "torch_dtype", "model_type")
     layer = LlamaConfig.from_dict({name: value for name, value in layer_raw.items() if name not in ignored})
+    hidden_layers = _read_hidden_layers(raw)
     vocab_size = int(raw.get("target_vocab_size") or layer.vocab_size)
     return Eagle3Config(
         hidden_size=layer.hidden_size,
@@ -142,7 +143,8 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         target_hidden_size=int(raw.get("target_hidden_size") or layer.hidden_size),
         rope=dict(layer.rope_parameters or {}),
         max_len=layer.max_position_embeddings,
-        hidden_layers=_read_hidden_layers(raw),
+        hidden_layers=hidden_layers,
+        num_captured=len(hidden_layers) or 3,
         attention_bias=bool(layer.attention_bias),
         mlp_bias=bool(layer.mlp_bias),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
