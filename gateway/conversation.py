@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gateway.chat_client import Answer, AnswerFailed, ask, connect, served_model
-from gateway.stack.console import print_span, legend
+from gateway.stack.console import legend, print_span
 
 if TYPE_CHECKING:
     import openai

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from gateway.chat_client import Answer, ask, connect, served_model
-from gateway.stack.console import LogFiles, StartView, print_span, legend
+from gateway.stack.console import LogFiles, StartView, legend, print_span
 from gateway.stack.model import fetch_model
 from gateway.stack.settings import load_settings, services, url, with_free_ports
 from gateway.supervisor import StartFailed, Supervisor
@@ -169,7 +170,7 @@ def json_line(result: dict[str, Any]) -> str:
 
 
 def _table(drafted: Answer, plain: Answer, identical: bool) -> Table:
-    table = Table(title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
     for name in ("", "tokens", "steps", "tokens/step", "drafted", "accepted", "tokens/s"):
         table.add_column(name, justify="left" if not name else "right")
     for name, answer in (("with drafts", drafted), ("draft_len 0", plain)):
@@ -185,7 +186,7 @@ def _table(drafted: Answer, plain: Answer, identical: bool) -> Table:
         )
     ratio = drafted.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
     same = "the same tokens" if identical else "DIFFERENT TOKENS"
-    table.caption = Text(f"{ratio:.2f} x the speed, {same}", style="bold green" if identical else "bold red")
+    table.caption = Text(f"  {ratio:.2f} x the speed, {same}", style="bold green" if identical else "bold red")
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ from gateway.supervisor import ServiceState
 COLOURS = {"target": "cyan", "drafter": "magenta", "gateway": "blue"}
 DRAFTED = "green"
 NAME_WIDTH = 7
+LOG_HEAD = re.compile(r"^[-\d]+ [:,.\d]+ [A-Z]+ ")  # when and how grave: no room for it beside a spinner
 
 
 class LogPrinter:
@@ -71,7 +73,7 @@ class StartView:
     def on_line(self, name: str, line: str) -> None:
         """What a service says last is shown beside it."""
         if line.strip():
-            self._rows[name].said = Text.from_ansi(line).plain
+            self._rows[name].said = LOG_HEAD.sub("", Text.from_ansi(line).plain)
 
     def on_state(self, name: str, state: ServiceState, detail: str) -> None:
         """Take note of a change of state."""
@@ -83,12 +85,13 @@ class StartView:
                 self._console.print(row.line())
 
     def __rich_console__(self, _console: Console, _options: ConsoleOptions) -> RenderResult:
-        table = Table.grid(padding=(0, 1))
+        table = Table.grid(padding=(0, 1, 0, 0))
         for row in self._rows.values():
             waiting = row.ready_s is None
             elapsed = time.monotonic() - self._began
             said = Text(row.said, style="dim", overflow="ellipsis", no_wrap=True)
             table.add_row(
+                " ",
                 row.spinner if waiting else Text("✓", style="green"),
                 Text(row.name, style=COLOURS.get(row.name, "yellow")),
                 Text(f"{elapsed if row.ready_s is None else row.ready_s:5.1f} s"),
