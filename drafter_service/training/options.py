@@ -17,7 +17,6 @@ from drafter_service.training.interviews import InterviewOptions
 from drafter_service.training.loss import LossOptions
 from engine.errors import ConfigError
 
-
 # Where, how long and in how many sittings: a run may be extended.
 _NOT_THE_RESULT = (
     "sitting_minutes",
