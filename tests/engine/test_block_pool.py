@@ -150,11 +150,12 @@ def test_reset_forgets_blocks_but_not_their_users() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [((1, 4), "num_blocks"), ((4, 0), "block_size"), ((4, 2, True, -1), "shift")]
+    ("num_blocks", "block_size", "shift", "message"),
+    [(1, 4, 0, "num_blocks"), (4, 0, 0, "block_size"), (4, 2, -1, "shift")],
 )
-def test_impossible_sizes_are_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_impossible_sizes_are_refused(num_blocks: int, block_size: int, shift: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BlockPool(*arguments)
+        BlockPool(num_blocks, block_size, shift=shift)
 
 
 def test_integrity_check_sees_a_lost_block() -> None:
