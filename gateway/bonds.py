@@ -66,7 +66,7 @@ class Bonds:
         link = self.link
         request.bond = Bond.NONE
         request.pending_drafts = 0
-        if link is None or link.channel is None or not request.draft_len:
+        if link is None or link.channel is None or not link.keeps_up or not request.draft_len:
             return
         if link.admit(request.placement(link.channel.channel_id, mid_stream)):
             request.bond = Bond.ASKED
@@ -76,7 +76,7 @@ class Bonds:
         """Ask for the running requests that the drafter does not follow. Only between steps: what it is told then is
         all that there is.
         """
-        if self.link is None or not self.link.ready:
+        if self.link is None or not self.link.keeps_up:
             return
         for request in self._placed.values():
             if (
@@ -93,8 +93,18 @@ class Bonds:
         request.bond = Bond.NONE
         request.pending_drafts = 0
         request.bond_failures += 1
-        pause = 0.0 if request.bond_failures == 1 else min(FIRST_PAUSE_S * 2**request.bond_failures, MAX_PAUSE_S)
+        pause = (
+            0.0
+            if request.bond_failures == 1
+            else min(FIRST_PAUSE_S * 2.0 ** min(request.bond_failures, 16), MAX_PAUSE_S)
+        )
         request.bond_not_before = time.monotonic() + pause
+
+    def give_up_waiting(self, request: ActiveRequest) -> None:
+        """The drafter has not answered for it in time."""
+        self.unbind(request)
+        if self.link is not None:
+            self.link.unanswered()
 
     def release(self, request: ActiveRequest) -> None:
         """The request leaves its placement."""
@@ -108,7 +118,7 @@ class Bonds:
     def drafting(self) -> Drafting:
         """What the next step may count on."""
         link = self.link
-        if link is None or link.channel is None or link.info is None:
+        if link is None or not link.keeps_up or link.info is None:
             return NO_DRAFTING
         return Drafting(link.info.max_draft_len, self._drafts_seq)
 

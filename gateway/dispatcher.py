@@ -166,7 +166,7 @@ class Dispatcher:
             services.append(ServiceStatus(loop.address, "target", state, loop.detail))
             link = loop.bonds.link
             if link is not None:
-                state = "serving" if link.ready else "lost" if link.was_ready else "connecting"
+                state = "serving" if link.keeps_up else "lost" if link.was_ready else "connecting"
                 services.append(ServiceStatus(link.address, "drafter", state, link.detail))
         return GatewayStatus(
             tuple(services),

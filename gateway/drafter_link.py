@@ -1,8 +1,11 @@
 """Is there a drafter to draft with right now, and through which channel?
 
 Keeps one stream to one drafter for one target: connects, opens a channel to the target, opens it anew when either of
-the two has restarted or when drafts stopped coming, with growing pauses. Nobody ever waits for it: while it is not
-`ready` the target loop plans without a drafter. Its loss is told once, and what the drafter held is then forgotten.
+the two has restarted or the channel has let them down. Nobody ever waits for it: while it is not `ready` the target
+loop plans without a drafter. Its loss is told once, and what the drafter held is then forgotten.
+
+A drafter that is late once is told of every step still, so that it has no hole, but no drafts are asked for until it
+has caught up; after each miss in a row a little later.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from enum import Enum
 
@@ -28,8 +32,8 @@ from gateway.messages import (
 
 _log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0  # a drafter that answers no `open` within it is reconnected to
-MAX_PAUSE_S = 10.0
+HANG_S = 10.0  # a drafter that says nothing for so long when it should is reconnected to
+MAX_PAUSE_S = 10.0  # before drafts are asked for again
 CALM_STEPS = 50  # steps without a miss after which an earlier miss is forgiven
 
 
@@ -83,6 +87,9 @@ class DrafterLink:
         self._timer: asyncio.TimerHandle | None = None
         self._misses = 0
         self._steps_since_miss = 0
+        self._lagging = False
+        self._resume_at = 0.0
+        self._last_sent = 0
 
     @property
     def state(self) -> LinkState:
@@ -93,6 +100,11 @@ class DrafterLink:
     def ready(self) -> bool:
         """Whether plans may name the channel."""
         return self._state is LinkState.READY
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether drafts may be asked for, and new requests be given to it."""
+        return self.ready and not self._lagging and time.monotonic() >= self._resume_at
 
     async def run(self) -> None:
         """Keep the link until cancelled."""
@@ -147,18 +159,35 @@ class DrafterLink:
 
     def plan(self, plan: StepPlan) -> None:
         """Tell the drafter of a step with its channel."""
+        self._last_sent = plan.seq
         if self._stream is not None:
             with contextlib.suppress(StreamLost):  # as above; the target waits for drafts no longer than the deadline
                 self._stream.plan(plan)
 
     def step_done(self, missed: bool) -> None:
-        """A step that waited for drafts is done. After a miss the channel is opened anew, later each time."""
+        """A step that waited for drafts is done. missed: in vain."""
         if not missed:
             self._steps_since_miss += 1
             if self._steps_since_miss >= CALM_STEPS:
                 self._misses = 0
             return
-        self._reopen_later("drafts did not come in time")
+        pause = self._count_miss("drafts did not come in time")
+        self._lagging = True
+        self._resume_at = time.monotonic() + pause
+        self._set_timer(HANG_S, self._give_up)
+
+    def unanswered(self) -> None:
+        """It did not answer an admission in time."""
+        self.step_done(missed=True)
+
+    def _count_miss(self, reason: str) -> float:
+        """Returns the pause before the next attempt, in seconds."""
+        self._steps_since_miss = 0
+        self._misses += 1
+        pause = min(self._reconnect_min_s * 2.0 ** min(self._misses, 16), MAX_PAUSE_S)
+        _log.warning("drafter %s: %s; no drafting for %.1f s at least", self.address, reason, pause)
+        self.detail = reason
+        return pause
 
     # What the drafter tells it.
 
@@ -166,7 +195,7 @@ class DrafterLink:
         match event:
             case DraftReport():
                 if self.channel is not None and event.channel_id == self.channel.channel_id:
-                    self._on_report(event)
+                    self._follow(event)
             case Admitted():
                 if self._resident.get(event.request_id) == event.epoch:
                     self._on_admitted(event)
@@ -194,19 +223,29 @@ class DrafterLink:
             self._stream.open_channel(self._target_address)
         except StreamLost:
             return
-        self._set_timer(OPEN_TIMEOUT_S, self._give_up)
+        self._set_timer(HANG_S, self._give_up)
+
+    def _follow(self, report: DraftReport) -> None:
+        """Where the drafter is."""
+        self._on_report(report)
+        if report.missed:  # it has a hole, or the channel carries nothing any more
+            self._reopen_later("it missed a step")
+        elif self._lagging:
+            if report.seq + 1 >= self._last_sent:
+                self._lagging = False
+                self._cancel_timer()
+                self.detail = ""
+            else:
+                self._set_timer(HANG_S, self._give_up)
 
     def _reopen_later(self, reason: str) -> None:
-        self._steps_since_miss = 0
-        self._misses += 1
-        pause = min(self._reconnect_min_s * 2**self._misses, MAX_PAUSE_S)
-        _log.warning("drafter %s: %s; next attempt in %.1f s", self.address, reason, pause)
+        pause = self._count_miss(reason)
         self._close_channel(LinkState.OPENING, reason)
         self._set_timer(pause, self._open)
 
     def _give_up(self) -> None:
         if self._stream is not None:
-            self._stream.close(f"no channel within {OPEN_TIMEOUT_S:g} s")
+            self._stream.close(f"no answer within {HANG_S:g} s")
 
     def _opened(self, event: ChannelOpened) -> None:
         if self._state is not LinkState.OPENING or self._target_instance is None:
@@ -232,6 +271,7 @@ class DrafterLink:
         had = self.channel is not None
         self._cancel_timer()
         self.channel = None
+        self._lagging = False
         self._state = state
         if had:
             self.detail = detail

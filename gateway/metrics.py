@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from gateway.messages import StepResult
+
 _STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -101,6 +103,18 @@ class GatewayMetrics:
             buckets=_LATENCY_BUCKETS,
             registry=registry,
         )
+
+    def observe_step(self, result: StepResult, num_rows: int, round_trip_s: float) -> None:
+        """One step's verdict."""
+        self.steps.inc()
+        self.step_rows.observe(num_rows)
+        self.target_wait.observe(result.wait_ms / 1e3)
+        self.target_forward.observe(result.forward_ms / 1e3)
+        self.target_verify.observe(result.verify_ms / 1e3)
+        self.target_total.observe(result.total_ms / 1e3)
+        self.round_trip.observe(round_trip_s)
+        if result.drafts_missed:
+            self.missed_drafts.inc()
 
     def count_row(self, num_drafted: int, num_accepted: int) -> None:
         """One verified row, already trimmed."""

@@ -114,6 +114,8 @@ class TargetLoop:
                     self._stream.close("no answer to hello")
             elif self._stream is not None and self._overdue(now):
                 self._stream.close(f"no answer within {self._config.step_timeout_s:g} s")
+            else:
+                self._advance()  # pauses that are over, and room that other gateways have made, come without an event
 
     def _overdue(self, now: float) -> bool:
         since = now - self._config.step_timeout_s
@@ -219,6 +221,10 @@ class TargetLoop:
                 request.target_answered = True
                 request.cached_len = min(request.cached_len, event.cached_len)
                 self._start(request)
+                if request.phase is Phase.PLACING:  # from here on it is the drafter alone that it waits for
+                    asyncio.get_running_loop().call_later(
+                        self._config.step_deadline_ms / 1e3, self._start_without_drafter, request, request.epoch
+                    )
             case AdmitStatus.NO_SEAT:  # another gateway has it
                 self._send_back(request)
                 self._pause()
@@ -245,7 +251,7 @@ class TargetLoop:
         self._flight = None
         self._capacity = result.capacity
         self._verdict_at = now = time.monotonic()
-        self._time_step(result, flight, now)
+        self._metrics.observe_step(result, len(flight.rows), now - flight.sent_at)
         starved: list[ActiveRequest] = []
         ran = False
         for row, verdict in zip(flight.rows, result.verdicts, strict=True):
@@ -318,14 +324,10 @@ class TargetLoop:
             self._metrics.queue_time.observe(now - request.submitted_at)
         stream.admit(request.placement("", mid_stream=False))
         self.bonds.ask(request, mid_stream=False)
-        if request.bond is Bond.ASKED:
-            asyncio.get_running_loop().call_later(
-                self._config.step_deadline_ms / 1e3, self._start_without_drafter, request, request.epoch
-            )
 
     def _start_without_drafter(self, request: ActiveRequest, epoch: int) -> None:
         if request.phase is Phase.PLACING and request.epoch == epoch and request.bond is Bond.ASKED:
-            self.bonds.unbind(request)
+            self.bonds.give_up_waiting(request)
             self._start(request)
             self._advance()
 
@@ -414,18 +416,6 @@ class TargetLoop:
             self._metrics.gateway_total.observe(time.monotonic() - verdict_at)
 
     # Measuring.
-
-    def _time_step(self, result: StepResult, flight: _Flight, now: float) -> None:
-        metrics = self._metrics
-        metrics.steps.inc()
-        metrics.step_rows.observe(len(flight.rows))
-        metrics.target_wait.observe(result.wait_ms / 1e3)
-        metrics.target_forward.observe(result.forward_ms / 1e3)
-        metrics.target_verify.observe(result.verify_ms / 1e3)
-        metrics.target_total.observe(result.total_ms / 1e3)
-        metrics.round_trip.observe(now - flight.sent_at)
-        if result.drafts_missed:
-            metrics.missed_drafts.inc()
 
     def _gauge(self) -> None:
         metrics = self._metrics

@@ -45,7 +45,7 @@ class Channel:
     ) -> dict[str, list[int]] | None:
         try:
             async with asyncio.timeout(deadline_s), self.changed:
-                await self.changed.wait_for(lambda: seq in where or self.closed)
+                await self.changed.wait_for(lambda: self.closed or max(where, default=0) >= seq)
         except TimeoutError:
             return None
         return where.get(seq)
@@ -138,6 +138,10 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
 
     def reset(self) -> None:
         self.resident = {}
+        self.reset_channels()
+
+    def reset_channels(self) -> None:
+        """All channels are closed, as when a drafter's heartbeat has stopped."""
         for channel in self.channels.values():
             channel.closed = True
         self.channels = {}

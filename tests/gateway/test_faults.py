@@ -186,6 +186,37 @@ async def test_a_drafter_that_hangs_costs_one_deadline(make_stack: MakeStack) ->
     assert stack.drafter.num_drafted > num_drafted, "drafting resumed"
 
 
+async def test_a_drafter_that_is_late_once_keeps_its_requests(make_stack: MakeStack) -> None:
+    """It is told of every step meanwhile, so it catches up without a hole and without being asked anew."""
+    stack = await make_stack(step_deadline_ms=60)
+    stack.target.step_s = 0.03
+    task = asyncio.create_task(stack.run(generation((5, 6), 90)))
+    await eventually(lambda: stack.drafter.num_drafted > 0)
+    stack.drafter.go.clear()
+    await eventually(lambda: stack.metric("outrider_missed_drafts_total") == 1)
+    assert stack.service("drafter") == "lost"
+    stack.drafter.go.set()
+    await eventually(lambda: stack.service("drafter") == "serving")
+    num_drafted = stack.drafter.num_drafted
+    await eventually(lambda: stack.drafter.num_drafted > num_drafted)
+    assert tokens_of(await task) == continuation((5, 6), 90)
+    assert len(stack.drafter.admitted) == 1
+    assert stack.drafter.holes == 0
+
+
+async def test_a_channel_that_carries_nothing_is_opened_anew(make_stack: MakeStack) -> None:
+    stack = await make_stack(step_deadline_ms=60)
+    stack.target.step_s = 0.005
+    task = asyncio.create_task(stack.run(generation((5, 6), 150)))
+    await eventually(lambda: stack.drafter.num_drafted > 0)
+    stack.target.reset_channels()
+    epoch = stack.target.channel_epoch
+    await eventually(lambda: stack.target.channel_epoch > epoch)
+    num_drafted = stack.drafter.num_drafted
+    await eventually(lambda: stack.drafter.num_drafted > num_drafted)
+    assert tokens_of(await task) == continuation((5, 6), 150)
+
+
 async def test_a_request_that_comes_while_the_drafter_hangs_starts_without_it(make_stack: MakeStack) -> None:
     stack = await make_stack(step_deadline_ms=100)
     stack.target.step_s = 0.005

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.generation import Generation
@@ -191,6 +191,7 @@ def test_suspects_run_alone() -> None:
     assert steps == [["r1"], ["r3"], ["r2", "r4"]]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.integers(0, 7)), min_size=1, max_size=8),
     st.integers(1, 40),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
@@ -76,11 +76,12 @@ def test_vectors(
     assert (commit.finish_reason, commit.stop_reason) == finish
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 70), min_size=1, max_size=60),
     st.lists(st.integers(1, 8), min_size=1, max_size=60),
     st.integers(1, 50),
-    st.sampled_from([(), ("7 8 ",), ("9 ", "3 4 5 ")]),
+    st.sampled_from([(), ("7 ",), ("9 ", "3 ")]),
 )
 def test_how_tokens_are_split_over_verdicts_changes_nothing(
     token_ids: list[int], sizes: list[int], max_tokens: int, stop: tuple[str, ...]
@@ -103,13 +104,7 @@ def test_how_tokens_are_split_over_verdicts_changes_nothing(
                 return kept, text, commit.finish_reason, commit.stop_reason
         return kept, text, None, None
 
-    ones = outcome([1] * len(token_ids))
-    many = outcome([*sizes, len(token_ids)])
-    if ones[2:] == many[2:]:
-        if ones[2] is not None or not stop:
-            assert ones[:2] == many[:2]
-    else:
-        raise AssertionError(f"{ones} against {many}")
+    assert outcome([1] * len(token_ids)) == outcome([*sizes, len(token_ids)])
 
 
 # What a verdict does to the record of its request, and to the counters.
