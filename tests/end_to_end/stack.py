@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,15 +75,15 @@ class Stack:
     def log(self, name: str) -> str:
         return (self.log_dir / f"{name}.log").read_text(errors="replace")[-6000:]
 
-    def wait_until(self, what: str, holds: Any, deadline_s: float = READY_DEADLINE_S) -> None:
+    def wait_until(self, what: str, holds: Callable[[], bool], deadline_s: float = READY_DEADLINE_S) -> None:
         """Poll `holds()` until it is true; a dead process or the deadline fails with the logs."""
         end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
+        while time.monotonic() < end and all(process.poll() is None for process in self.processes.values()):
             with contextlib.suppress(httpx.HTTPError):
                 if holds():
                     return
             time.sleep(POLL_S)  # between two polls of another process, not in place of a signal of ours
-        logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
+        logs = "\n".join(f"--- {name} ({process.poll()})\n{self.log(name)}" for name, process in self.processes.items())
         raise AssertionError(f"not within {deadline_s} s: {what}\n{logs}")
 
     def health(self) -> dict[str, Any]:

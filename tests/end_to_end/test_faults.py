@@ -25,7 +25,7 @@ TARGET_WAIT_S = 45
 def stack(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     method: str = request.param
     draft = {"draft_model": "noisy", "eagle3": "eagle3"}[method]
-    drafter = {"method": method, "model": str(models.root / draft), "max_draft_len": 4}
+    drafter = {"method": method, "checkpoint": str(models.root / draft), "max_draft_len": 4}
     gateway = {"target_wait_s": TARGET_WAIT_S, "step_deadline_ms": 300}
     with running_stack(tmp_path_factory.mktemp(method), models.target, {}, drafter, gateway) as running:
         yield running

@@ -23,7 +23,7 @@ from tests.tiny_models import VOCAB_SIZE, greedy_reference, load_reference, make
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One stack. `draft`: which directory under the models root the drafter's `model:` is; None: it needs no weights."""
+    """One stack. `draft`: the directory under the models root that is the drafter's `checkpoint:`; None: it needs no weights."""
 
     name: str
     draft: str | None
@@ -41,7 +41,7 @@ STARVED = {"num_blocks": 40, "block_size": 4}
 VARIANTS = (
     Variant("eagle3-build-shm", "eagle3", drafter={"method": "eagle3"}),
     Variant("eagle3-reuse-shm", "eagle3", drafter={"method": "eagle3", "metadata_source": "reuse"}),
-    Variant("eagle3-bytes-chunked", "eagle3", drafter={"method": "eagle3", "channel": "bytes"}, gateway=CHUNKED),
+    Variant("eagle3-bytes-chunked", "eagle3", drafter={"method": "eagle3", "channel_kinds": ["bytes"]}, gateway=CHUNKED),
     Variant("draft-model-noisy", "noisy", drafter={"method": "draft_model"}, drafts_accepted=True),
     Variant(
         "draft-model-self-preempted",
@@ -118,5 +118,5 @@ def drafter_section(variant: Variant, models: Models) -> dict[str, Any]:
     """The `drafter:` section of a variant's config."""
     section: dict[str, Any] = {"max_draft_len": 7, **(variant.drafter or {})}
     if variant.draft is not None:
-        section["model"] = str(models.root / variant.draft)
+        section["checkpoint"] = str(models.root / variant.draft)
     return section
