@@ -35,6 +35,10 @@ _CHANNEL_OPTIONS = (
     # Within one attempt: a service that comes up is found in a moment, not after gRPC's own second and more.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # A host that vanished without a word is noticed while nothing is sent; both services allow pings this often.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),
 )

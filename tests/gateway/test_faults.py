@@ -249,6 +249,8 @@ async def test_a_cold_request_is_followed_again(make_stack: MakeStack) -> None:
     await eventually(lambda: any(row.verify_len for plan in stack.target.plans[num_steps:] for row in plan.rows))
     assert tokens_of(await task) == continuation((5, 6), 120)
     assert stack.drafter.holes == 0
+    # Steps under way when it was asked anew report it cold once more; that is no news.
+    assert len(stack.drafter.admitted) == num_admitted + 1
 
 
 async def test_a_drafter_with_fewer_seats_drafts_for_those_it_has(make_stack: MakeStack) -> None:
