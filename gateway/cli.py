@@ -142,9 +142,13 @@ async def _up(config: Path, console: Console) -> None:
         with view:
             await supervisor.wait_ready()
         rest = url(settings.rest)
-        console.print(
-            f"Serving {settings.model} at {rest}/v1 (docs at {rest}/docs), gRPC at {settings.grpc}. Ctrl-C stops."
-        )
+        for line in (
+            f"Serving {settings.model}",
+            f"  OpenAI API  {rest}/v1    docs {rest}/docs    metrics {rest}/metrics",
+            f"  gRPC        {settings.grpc}",
+            "Ctrl-C stops everything.",
+        ):
+            console.print(line, soft_wrap=True, markup=False)
         await supervisor.run()
 
 

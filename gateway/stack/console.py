@@ -30,8 +30,8 @@ class LogPrinter:
 
     def __call__(self, name: str, line: str) -> None:
         """Print one line. Colours of its own stay; no markup is read in it, and it is not wrapped."""
-        prefix = Text(f"{name:>{NAME_WIDTH}} │ ", style=COLOURS.get(name, "yellow"))
-        self._console.print(prefix + Text.from_ansi(line), soft_wrap=True, highlight=False)
+        prefix = (f"{name:>{NAME_WIDTH}} │ ", COLOURS.get(name, "yellow"))
+        self._console.print(Text.assemble(prefix, Text.from_ansi(line)), soft_wrap=True, highlight=False)
 
 
 class LogFiles:

@@ -68,7 +68,7 @@ def test_up_serves_restarts_what_dies_and_stops_on_sigterm(
     ports = [reserve_port().address for _ in range(4)]
     config = write_config(tmp_path, ports)
     process = processes.python("-m", "gateway.cli", "up", str(config))
-    process.wait_for_line("Serving .* at http://", 120)
+    process.wait_for_line("OpenAI API  http://", 120)
     children = {p.cmdline()[2]: p for p in psutil.Process(process.pid).children()}
     assert set(children) == {"target_service", "drafter_service", "gateway"}
     body = {"prompt": "a b a b a b", "max_tokens": 12, "temperature": 0}

@@ -1,0 +1,129 @@
+"""The commands themselves: what they print, and with which exit status they end."""
+
+from __future__ import annotations
+
+import io
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from gateway.stack.console import LogFiles, LogPrinter, StartView
+from gateway.supervisor import ServiceState
+from tests.processes import ROOT, ProcessGroup
+
+
+def outrider(processes: ProcessGroup, *arguments: str) -> tuple[int, str]:
+    process = processes.python("-m", "gateway.cli", *arguments)
+    return process.wait(), process.output
+
+
+def test_version(processes: ProcessGroup) -> None:
+    try:
+        expected = metadata.version("outrider")
+    except metadata.PackageNotFoundError:
+        expected = "0.0.0+uninstalled"
+    assert outrider(processes, "version") == (0, f"{expected}\n")
+
+
+@pytest.mark.parametrize("command", ["up", "quickstart"])
+def test_a_bad_config_is_one_line_naming_the_key(processes: ProcessGroup, tmp_path: Path, command: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump({"model": "m", "target": {"listen": "nowhere"}, "gateway": {}}))
+    assert outrider(processes, command, str(path)) == (
+        2,
+        "outrider: target.listen: must be HOST:PORT, got 'nowhere'\n",
+    )
+
+
+def test_a_model_that_is_not_there_names_the_key(processes: ProcessGroup, tmp_path: Path) -> None:
+    path = tmp_path / "missing.yaml"
+    path.write_text(yaml.safe_dump({"model": str(tmp_path / "none"), "gateway": {"target": "127.0.0.1:50051"}}))
+    status, output = outrider(processes, "quickstart", str(path))
+    assert status == 2
+    assert output.splitlines()[-1].startswith("outrider: model: ")
+
+
+def test_chat_without_a_gateway_says_where_it_looked(processes: ProcessGroup, free_port: int) -> None:
+    status, output = outrider(processes, "chat", "hi", "--url", f"http://127.0.0.1:{free_port}")
+    assert status == 1
+    assert output.startswith(f"outrider: http://127.0.0.1:{free_port}/v1/: Connection error")
+    assert len(output.splitlines()) == 1
+
+
+def test_no_command_loads_torch(processes: ProcessGroup) -> None:
+    code = (
+        "import sys, gateway.cli, gateway.quickstart, gateway.conversation, gateway.stack.console\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    process = processes.python("-c", code)
+    assert (process.wait(), process.output) == (0, "")
+
+
+def test_every_config_in_the_tree_is_taken_by_all_three_services() -> None:
+    from drafter_service.config import DrafterConfig
+    from engine.config_file import load_section
+    from gateway.config import load_config
+    from gateway.stack.settings import load_settings
+    from target_service.config import TargetConfig
+
+    paths = sorted((ROOT / "configs").glob("*.yaml"))
+    assert ROOT / "configs" / "quickstart.yaml" in paths
+    for path in paths:
+        settings = load_settings(path)
+        assert load_section(path, "target", TargetConfig).listen == settings.target
+        assert load_section(path, "drafter", DrafterConfig).listen in (settings.drafter, "127.0.0.1:50052")
+        loaded = load_config(path)
+        assert (loaded.gateway.rest, loaded.gateway.grpc) == (settings.rest, settings.grpc)
+
+
+def test_log_lines_are_prefixed_whole_and_unread() -> None:
+    output = io.StringIO()
+    printer = LogPrinter(Console(file=output, width=20, force_terminal=True, color_system="standard"))
+    printer("target", "[bold]not markup[/bold] " + "x" * 40)
+    printer("gateway", "\x1b[31mred\x1b[0m")
+    first, second = output.getvalue().splitlines()
+    assert first == "\x1b[36m target │ \x1b[0m[bold]not markup[/bold] " + "x" * 40
+    assert second == "\x1b[34mgateway │ \x1b[0m\x1b[31mred\x1b[0m"
+
+
+def test_without_a_terminal_the_start_is_told_line_by_line() -> None:
+    output = io.StringIO()
+    with StartView(Console(file=output, width=80), ["target", "drafter"]) as view:
+        view.on_line("target", "2026-01-01 10:00:00,123 INFO engine: loading")
+        view.on_state("drafter", ServiceState.STARTING, "")
+        view.on_state("drafter", ServiceState.READY, "")
+        view.on_state("drafter", ServiceState.READY, "")
+    (line,) = output.getvalue().splitlines()
+    assert line.startswith("  ✓ drafter ready after 0.")
+
+
+def test_on_a_terminal_the_start_shows_what_is_said_last() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    view = StartView(console, ["target", "drafter"])
+    view.on_line("target", "2026-01-01 10:00:00,123 INFO engine: loading")
+    view.on_line("target", "   ")
+    view.on_state("drafter", ServiceState.READY, "")
+    with console.capture() as captured:
+        console.print(view)
+    target, drafter = captured.get().splitlines()
+    assert "engine: loading" in target
+    assert "2026" not in target
+    assert "ready" in drafter
+
+
+def test_log_files_hold_each_services_lines(tmp_path: Path) -> None:
+    files = LogFiles(tmp_path)
+    files("target", "one")
+    files("target", "two \U0001f642")
+    assert (tmp_path / "target.log").read_text(encoding="utf-8") == "one\ntwo \U0001f642\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Makefiles are for POSIX shells")
+def test_the_makefile_names_what_the_readme_promises() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for command in ("quickstart", "test", "serve", "bench", "lint", "clean"):
+        assert f"\n{command}:" in text
