@@ -28,7 +28,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from gateway.supervisor import free_ports
+from gateway.stack.settings import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_DEADLINE_S = 180.0
