@@ -28,17 +28,22 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     """Ten Philox rounds. Every tensor int64 holding a value in [0, 2^32); shapes broadcast. Returns four such words."""
-    c0, c1, c2, c3 = counter
+    shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    # In place from here on: fresh buffers each round would cost more than the arithmetic.
+    c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)
+    product_0, product_1 = torch.empty_like(c0), torch.empty_like(c0)
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The product may pass 2^63 and come out negative: its bits are right all the same, and the mask drops the
-        # sign's copies.
-        product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
-        c0, c2 = (
-            ((product_1 >> 32) & _MASK) ^ c1 ^ k0,
-            ((product_0 >> 32) & _MASK) ^ c3 ^ k1,
-        )
-        c1, c3 = product_1 & _MASK, product_0 & _MASK
+        # A product may pass 2^63 and come out negative: its bits are right all the same, and the mask drops the copies
+        # of the sign that the shift brings in.
+        torch.mul(c0, _MULTIPLIER_0, out=product_0)
+        torch.mul(c2, _MULTIPLIER_1, out=product_1)
+        torch.bitwise_right_shift(product_1, 32, out=c0)
+        c0.bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
+        torch.bitwise_right_shift(product_0, 32, out=c2)
+        c2.bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
+        torch.bitwise_and(product_1, _MASK, out=c1)
+        torch.bitwise_and(product_0, _MASK, out=c3)
         k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
     return c0, c1, c2, c3
 
@@ -61,4 +66,4 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: int, num: int)
     module's constants. Returns [N, num] float32; element i depends on (seed, position, stream, i) alone.
     """
     words = random_words(seeds, positions, stream, num).to(torch.float32)
-    return (words * 2.0**-32 + 2.0**-33).clamp_(max=_BELOW_ONE)
+    return words.mul_(2.0**-32).add_(2.0**-33).clamp_(max=_BELOW_ONE)

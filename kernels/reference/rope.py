@@ -15,9 +15,7 @@ def apply_rope(
     """
     half = q.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    # Both at once: for few tokens the cost is the number of operations, not their size.
+    first, second = torch.cat((q, k), dim=1).chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)
+    return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]

@@ -12,6 +12,9 @@ import torch
 
 from kernels.reference.philox import uniform
 
+# How many of a row's best tokens the filters look at before they rank the whole vocabulary (ten times the cost).
+_NUM_BEST = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
@@ -98,6 +101,14 @@ def apply_bias(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
     return logits.index_put((rows, token_ids), values.to(logits.dtype), accumulate=True)
 
 
+def scale_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(logits - the row's best) / temperature: finite, or -inf, however small the temperature.
+
+    logits: [N, V]; temperature: [N], above 0. Returns [N, V], at most 0.
+    """
+    return logits.sub(logits.amax(dim=1, keepdim=True)).div_(temperature[:, None])
+
+
 def filter_logits(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -116,25 +127,50 @@ def filter_logits(
     min_p: [N] float32, 0: off. Returns [N, V], unscaled.
     """
     vocab = logits.shape[1]
-    on = (temperature > 0) & (((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0))
-    rows = torch.nonzero(on).squeeze(1)
+    by_rank = ((top_k > 0) & (top_k < vocab)) | (top_p < 1)
+    rows = torch.nonzero((temperature > 0) & (by_rank | (min_p > 0))).squeeze(1)
     if rows.shape[0] == 0:
         return logits
-    chosen = logits[rows] / temperature[rows, None]
-    kept_k = torch.where(top_k[rows] > 0, top_k[rows], vocab).clamp(max=vocab).to(torch.int64)
-    ordered = torch.sort(chosen, dim=1, descending=True).values
-    columns = torch.arange(vocab, device=logits.device)
-    ordered = ordered.masked_fill(columns >= kept_k[:, None], float("-inf"))
-    probs = torch.softmax(ordered, dim=1)
-    before = probs.cumsum(dim=1) - probs
-    inside = (before < top_p[rows, None]) & (columns < kept_k[:, None])
-    inside &= probs >= min_p[rows, None] * probs[:, :1]
-    inside[:, 0] = True
-    last = inside.sum(dim=1, keepdim=True) - 1
-    threshold = ordered.gather(1, last)
+    scaled = scale_logits(logits[rows], temperature[rows])
+    # Each filter keeps the tokens from some value on; together they keep those from the highest of these values on.
+    # The best token's is 0, so min-p is a bound on the others' as it stands.
+    threshold = min_p[rows].log().clamp(max=0.0)
+    ranked = torch.nonzero(by_rank[rows]).squeeze(1)
+    num_best = min(_NUM_BEST, vocab)
+    while ranked.shape[0]:
+        chosen = rows[ranked]
+        kept = torch.where(top_k[chosen] > 0, top_k[chosen], vocab).clamp(max=vocab).to(torch.int64)
+        value, found = _rank_threshold(scaled[ranked], kept, top_p[chosen], num_best)
+        threshold[ranked] = torch.maximum(threshold[ranked], torch.where(found, value, float("-inf")))
+        # The rare row whose answer lies further down is ranked as a whole.
+        ranked = ranked[~found]
+        num_best = vocab
     result = logits.clone()
-    result[rows] = logits[rows].masked_fill(chosen < threshold, float("-inf"))
+    result[rows] = logits[rows].masked_fill(scaled < threshold[:, None], float("-inf"))
     return result
+
+
+def _rank_threshold(
+    scaled: torch.Tensor, kept: torch.Tensor, top_p: torch.Tensor, num_best: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest value that top-k, then top-p, keep, looking at each row's `num_best` best values only.
+
+    scaled: [M, V] logits / temperature; kept: [M] int64, top-k (V: off); top_p: [M]. Returns (value [M], found [M]
+    bool: whether the values looked at were enough; always, when they were all).
+    """
+    vocab = scaled.shape[1]
+    values = scaled.topk(num_best, dim=1).values
+    allowed = torch.arange(num_best, device=scaled.device) < kept[:, None]
+    among = values.masked_fill(~allowed, float("-inf")).logsumexp(dim=1)
+    total = torch.where(kept >= vocab, scaled.logsumexp(dim=1), among)
+    mass = (values - total[:, None]).exp().cumsum(dim=1)
+    # A token is kept while the mass of those before it is short of top_p; the best one always is.
+    inside = allowed.clone()
+    # Rounding may bring the mass to 1 too early, so a top-p that is off must not compare.
+    inside[:, 1:] &= (mass[:, :-1] < top_p[:, None]) | (top_p >= 1)[:, None]
+    last = (inside.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    found = (kept <= num_best) | ((kept >= vocab) & (mass[:, -1] >= top_p))
+    return values.gather(1, last)[:, 0], found | (num_best >= vocab)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, stream: int, num: int) -> torch.Tensor:
@@ -159,5 +195,5 @@ def gumbel_sample(
     if rows.shape[0] == 0:
         return tokens
     noise = gumbel_noise(seeds[rows], positions[rows], stream, logits.shape[1])
-    tokens[rows] = noise.add_(logits[rows] / temperature[rows, None]).argmax(dim=1)
+    tokens[rows] = noise.add_(scale_logits(logits[rows], temperature[rows])).argmax(dim=1)
     return tokens

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.reference.philox import ACCEPT, RESIDUAL, TARGET, uniform
-from kernels.reference.sampling import gumbel_noise, gumbel_sample
+from kernels.reference.sampling import gumbel_noise, gumbel_sample, scale_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def verify(
         weighed = torch.nonzero(rejecting).squeeze(1)
         if weighed.shape[0] and draft_probs is not None:
             rows = alive[weighed]
-            target = torch.softmax(row_logits[weighed] / temperatures[rows, None], dim=1)
+            target = torch.softmax(scale_logits(row_logits[weighed], temperatures[rows]), dim=1)
             chosen[weighed], accepted[weighed] = _weigh(
                 target, draft_probs[rows, column], drafts[weighed], seeds[rows], positions[weighed]
             )

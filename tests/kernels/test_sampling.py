@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +92,34 @@ def test_filters_keep_what_the_words_keep(rows: list[tuple[float, int, float, fl
         kept = kept_by_words(logits[row].tolist(), row_temperature, k, p, m)
         expected = [value if token in kept else -math.inf for token, value in enumerate(logits[row].tolist())]
         assert got[row].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("spread", "top_k", "top_p"),
+    [(0.1, 0, 0.95), (0.1, 2000, 1.0), (0.1, 2000, 0.9), (0.1, 7, 0.9), (9.0, 0, 0.9), (9.0, 2000, 0.9)],
+)
+def test_filters_over_a_large_vocabulary(spread: float, top_k: int, top_p: float) -> None:
+    """Flat rows, whose answer lies beyond the tokens looked at first, and peaked ones, side by side."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.stack(
+        (torch.randperm(5000, generator=generator) / 5000 * spread, torch.randperm(5000, generator=generator) / 100)
+    )
+    both = torch.ones(2)
+    got = filter_logits(logits, both, both.to(torch.int32) * top_k, both * top_p, both * 0)
+    for row in range(2):
+        kept = set(torch.nonzero(got[row] > -math.inf)[:, 0].tolist())
+        expected = kept_by_words(logits[row].tolist(), 1.0, top_k, top_p, 0.0)
+        # Sums in single precision end within a token or two of sums in double precision.
+        assert len(kept ^ expected) <= 2
+        assert torch.equal(got[row][list(kept)], logits[row][list(kept)])
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([[30.0, 31.0, -math.inf, 30.999]])
+    tiny = torch.full((1,), 1e-40)
+    one = torch.ones(1, dtype=torch.int64)
+    filtered = filter_logits(logits, tiny, one.to(torch.int32) * 2, torch.full((1,), 0.9), torch.full((1,), 0.1))
+    assert gumbel_sample(filtered, tiny, one, one, TARGET).tolist() == [1]
 
 
 def test_filters_keep_ties_with_the_last_token() -> None:
