@@ -156,10 +156,13 @@ def test_a_row_has_the_same_bits_alone_and_in_a_crowd(pair: tuple[Decoder, PreTr
 
 def test_weights_are_reachable(pair: tuple[Decoder, PreTrainedModel]) -> None:
     decoder, model = pair
-    assert torch.equal(decoder.embed_weight, model.get_input_embeddings().weight)
-    lm_head = model.get_output_embeddings().weight
-    assert isinstance(lm_head, torch.Tensor)
-    assert torch.equal(decoder.lm_head_weight, lm_head)
+    for ours, module in (
+        (decoder.embed_weight, model.get_input_embeddings()),
+        (decoder.lm_head_weight, model.get_output_embeddings()),
+    ):
+        theirs = module.weight
+        assert isinstance(theirs, torch.Tensor)
+        assert torch.equal(ours, theirs)
     if decoder.config.tie_embeddings:
         assert decoder.lm_head_weight is decoder.embed_weight
 
