@@ -97,14 +97,14 @@ def chat(
 
 @app.command("train-drafter", context_settings=PASS_ON)
 def train_drafter(context: typer.Context) -> None:
-    """Train an EAGLE-3 head for a model; arguments go to `python -m drafter_service.training`."""
-    _become("drafter_service.training", context.args)
+    """Train an EAGLE-3 head for a model: `python -m drafter_service.training train`, see its --help."""
+    _become("drafter_service.training", ["train", *context.args])
 
 
 @app.command("eval-drafter", context_settings=PASS_ON)
 def eval_drafter(context: typer.Context) -> None:
-    """Measure a drafter's acceptance; arguments go to `python -m drafter_service.training.evaluate`."""
-    _become("drafter_service.training.evaluate", context.args)
+    """Measure a drafter's acceptance: `python -m drafter_service.training eval`, see its --help."""
+    _become("drafter_service.training", ["eval", *context.args])
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from typer.testing import CliRunner
 
+from gateway.cli import app
 from gateway.stack.console import LogFiles, LogPrinter, StartView
 from gateway.supervisor import ServiceState
 from tests.processes import ROOT, ProcessGroup
@@ -127,3 +130,21 @@ def test_the_makefile_names_what_the_readme_promises() -> None:
     text = (ROOT / "Makefile").read_text()
     for command in ("quickstart", "test", "serve", "bench", "lint", "clean"):
         assert f"\n{command}:" in text
+
+
+@pytest.mark.parametrize(("command", "subcommand"), [("train-drafter", "train"), ("eval-drafter", "eval")])
+def test_training_is_a_process_of_its_own_and_gets_every_argument(
+    monkeypatch: pytest.MonkeyPatch, command: str, subcommand: str
+) -> None:
+    started: list[list[str]] = []
+    real = subprocess.Popen
+
+    def start(argv: list[str]) -> subprocess.Popen[bytes]:
+        started.append(argv)
+        return real([sys.executable, "-S", "-c", "raise SystemExit(3)"])
+
+    monkeypatch.setattr("gateway.cli.subprocess.Popen", start)
+    result = CliRunner().invoke(app, [command, "--model", "dir", "--help", "file"])
+    assert result.exit_code == 3
+    module = ["-m", "drafter_service.training", subcommand]
+    assert started == [[sys.executable, *module, "--model", "dir", "--help", "file"]]
