@@ -211,12 +211,12 @@ class DraftModelSpeculator:
             self._stop(resident, Warmth.COLD)
             return 0, 0
         for token in state.drafted:
-            # The last known token always runs: its output is what the first draft is made from.
-            if state.computed + 1 >= end or resident.tokens[state.computed] != token:
+            if state.computed >= end or resident.tokens[state.computed] != token:
                 break
             state.computed += 1
         state.drafted = []
-        return min(state.computed, max(end - 1, 0)) if row.anchor >= 0 else state.computed, end
+        # The anchor always runs: its output is what the first draft is made from.
+        return min(state.computed, end - 1) if row.anchor >= 0 else state.computed, end
 
     def _reserve(self, resident: Resident, length: int, draft_len: int) -> bool:
         wanted = min(length + max(draft_len - 1, 0), self.max_len)

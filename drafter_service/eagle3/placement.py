@@ -23,13 +23,10 @@ from engine.request_blocks import RequestBlocks
 
 @dataclass(slots=True)
 class _SeatState:
-    """start: target position of draft position 0. computed: target positions [start, computed) have true draft KV.
-    fresh: no row seen yet, so `computed` is still what the prefix cache gave.
-    """
+    """start: target position of draft position 0. computed: target positions [start, computed) have true draft KV."""
 
     start: int = 0
     computed: int = 0
-    fresh: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ class Placements:
         """The row's draft KV is written, up to its committed length."""
         row = placed.row
         state = self._seats[row.resident.seat]
-        state.computed, state.fresh = row.committed_len, False
+        state.computed = row.committed_len
         if self._blocks is not None and state.start == 0:
             self._blocks.register_written(row.resident.seat, row.resident.tokens, row.committed_len)
 
@@ -138,8 +135,7 @@ class Placements:
         if not follows:
             self._blocks.release(seat)
             state.start = row.context_len
-        elif state.fresh:
-            self._blocks.trim(seat, row.context_len)
+        # A row that starts inside a prefix hit (the target's was shorter) writes the same KV into those blocks again.
         return True
 
     def _room(self, row: DraftRow, state: _SeatState, entry: RingEntry) -> int:
