@@ -135,6 +135,7 @@ class Driver:
         self.chunk = chunk
         self.seq = 0
         self.deadline_ms = 2000
+        self.drafts_age = 1  # how many steps back the drafts to verify were made
         self._numbers = itertools.count()
 
     def request(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Running:
@@ -184,7 +185,7 @@ class Driver:
         plan = common_pb2.StepPlan(seq=self.seq, rows=rows, deadline_ms=self.deadline_ms)
         if self.drafter is not None:
             plan.channel_id, plan.channel_epoch = self.drafter.channel_id, self.drafter.channel_epoch
-            plan.drafts_from_seq = self.seq - 1
+            plan.drafts_from_seq = max(0, self.seq - self.drafts_age)
             self.drafter.expect(self.seq, [(running.full, running.draft_len) for running in requests])
         result = self.gateway.plan(plan)
         assert [row.request_id for row in result.rows] == [running.request_id for running in requests]

@@ -140,10 +140,12 @@ class ScriptedDrafter:
         if self._exchange is not None:
             self._exchange.cancel()
         if detach:
-            self._stub.Detach(
-                target_pb2.DetachRequest(channel_id=self.channel_id, epoch=self.channel_epoch), timeout=10
-            )
+            self.detach()
         self._grpc.close()
+
+    def detach(self) -> None:
+        """Tell the target that this channel is not used any more."""
+        self._stub.Detach(target_pb2.DetachRequest(channel_id=self.channel_id, epoch=self.channel_epoch), timeout=10)
 
     def _run(self) -> None:
         try:

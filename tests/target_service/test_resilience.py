@@ -226,22 +226,57 @@ def test_a_newer_attach_replaces_the_older_channel(target_address: str) -> None:
         while older.end.peer_alive() and time.monotonic() < end:
             time.sleep(0.02)  # until the device thread has closed it
         assert not older.end.peer_alive()
-        assert newer.end.peer_alive()
+        older.detach()  # late, and of the older epoch: it must not reach the newer channel
+        assert not newer.end.closed
+        with Gateway(target_address) as gateway:
+            gateway.release("nobody")  # the device thread has been round
+            driver = Driver(gateway, newer)
+            running = driver.request(prompt_of(5), 3)
+            driver.run([running])
+            assert len(newer.entries) == 3
+
+
+def test_only_real_drafts_are_counted(target_address: str, reference: PreTrainedModel) -> None:
+    """A row's drafts end at the first absent one, or at one that is no token at all."""
+    prompt = prompt_of(10)
+    full = prompt + greedy_reference(reference, prompt, 40)
+    for hole in (-1, 512, 1 << 40):
+
+        def script(row: int, position: int, drafts: list[int], hole: int = hole) -> list[int]:
+            return [*drafts[:2], hole, *drafts[3:]]
+
+        with Gateway(target_address) as gateway, ScriptedDrafter(target_address, script=script) as drafter:
+            driver = Driver(gateway, drafter)
+            running = driver.request(prompt, 12, full=full, draft_len=5)
+            driver.admit(running)
+            driver.step([running])
+            row = driver.step([running]).rows[0]
+            assert (row.num_drafted, row.num_accepted) == (2, 2)
+            assert running.generated == full[10 : 10 + len(running.generated)]
+            gateway.release(running.request_id)
 
 
 def test_drafts_of_another_step_or_placement_are_not_used(target_address: str, reference: PreTrainedModel) -> None:
     """A row left out of a step must not verify what was drafted before it; nor a new placement."""
     prompt = prompt_of(10)
-    full = prompt + greedy_reference(reference, prompt, 12)
+    full = prompt + greedy_reference(reference, prompt, 40)
     with Gateway(target_address) as gateway, ScriptedDrafter(target_address) as drafter:
         driver = Driver(gateway, drafter)
-        running = driver.request(prompt, 12, full=full, draft_len=3)
+        running = driver.request(prompt, 36, full=full, draft_len=3)
         other = driver.request(prompt_of(5), 12, draft_len=0)
         driver.admit(running)
         driver.admit(other)
         driver.step([running, other])
         driver.step([other])
         assert driver.step([running, other]).rows[0].num_drafted == 0
+        assert driver.step([running, other]).rows[0].num_drafted == 3
+        # One step without verifying; then the drafts of the step before that one follow an anchor that is gone.
+        running.draft_len = 0
+        driver.step([running, other])
+        running.draft_len = 3
+        driver.drafts_age = 2
+        assert driver.step([running, other]).rows[0].num_drafted == 0
+        driver.drafts_age = 1
         assert driver.step([running, other]).rows[0].num_drafted == 3
         gateway.release(running.request_id)
         running.epoch += 1

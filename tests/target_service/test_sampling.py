@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.channel import RingEntry
-from kernels.reference.philox import DRAFT
+from kernels.reference.philox import DRAFT, TARGET
 from kernels.reference.sampling import gumbel_sample
 from target_service.messages import SamplingSettings
 from target_service.verification import SeatSampling, VerifyRows, token_logprobs
@@ -219,6 +219,21 @@ def test_sampled_output_with_draft_probabilities_follows_the_target(
         for first in first_tokens
     )
     assert abs(accepted / num_trials - by_drafts) < 0.05
+
+
+def test_noise_is_keyed_by_the_absolute_position(target_address: str, reference: PreTrainedModel) -> None:
+    """The token at position n is the Gumbel draw of (seed, n): so a request may move, and drafts may come or not."""
+    seed, temperature = 123456789, 2.5
+    with Gateway(target_address) as gateway:
+        driver = Driver(gateway, chunk=8)
+        running = driver.request(prompt_of(19), 10, sampling={"temperature": temperature, "seed": seed})
+        driver.run([running])
+    with torch.no_grad():
+        logits = reference(torch.tensor([running.tokens])).logits[0, 18:-1].float()
+    expected = gumbel_sample(
+        logits, torch.full((10,), temperature), torch.full((10,), seed), torch.arange(19, 29), TARGET
+    )
+    assert running.generated == expected.tolist()
 
 
 def test_seeded_rows_do_not_see_draft_probabilities(target_address: str) -> None:
