@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from engine import fetch
 from engine.errors import ModelError
 from engine.fetch import BUILT_IN, BuiltInModel, fetch_model, main
-from engine.gguf_import import ROUND_TRIPS, check_tokenizer, import_gguf
+from engine.gguf_import import PRE_TOKENIZERS, ROUND_TRIPS, check_tokenizer, import_gguf
 from engine.model_config import ModelConfig
 from tests.engine.tiny_gguf import write_tiny_gguf, write_tiny_wheel
 from tests.tiny_models import CHAT_TEMPLATE, load_reference, make_tiny_model
@@ -46,11 +46,11 @@ def assert_same_model(directory: Path, original: Path) -> None:
 
 
 def test_a_built_in_model_is_downloaded_converted_and_reused(
-    offline_index: BuiltInModel, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    offline_index: BuiltInModel, original: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cache = tmp_path / "cache"
     assert main(["tiny", "--cache", str(cache)]) == 0
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     directory = Path(captured.out.splitlines()[-1])
     assert captured.out == f"{directory}\n"  # nothing else on stdout
     assert directory == cache / "models" / "tiny"
@@ -187,9 +187,11 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
         import_gguf(tmp_path / "x.gguf", tmp_path)
 
 
-def test_a_tokenizer_that_does_not_split_digits_is_refused(original: Path) -> None:
-    # The tiny tokenizer has no merges of digits, so only the special tokens tell here: take one out.
+def test_a_tokenizer_that_does_not_hold_up_is_refused(original: Path) -> None:
     tokenizer = Tokenizer.from_file(str(original / "tokenizer.json"))
+    with pytest.raises(ModelError, match="split digits one by one, but gives"):
+        check_tokenizer(tokenizer)
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS["smollm"]()
     check_tokenizer(tokenizer)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     with pytest.raises(ModelError, match="tokenizer turns"):

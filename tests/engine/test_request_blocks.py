@@ -50,6 +50,7 @@ def test_prefix_is_adopted_trimmed_and_released() -> None:
     assert blocks.blocks(2) == blocks.blocks(0)[:3]
     blocks.trim(2, 4)  # the other service had a shorter hit
     assert blocks.blocks(2) == blocks.blocks(0)[:1]
+    blocks.check_integrity()
     assert blocks.reserve(2, 14)
     assert set(blocks.blocks(2)[1:]).isdisjoint(blocks.blocks(0))
     blocks.check_integrity()
