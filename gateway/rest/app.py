@@ -32,6 +32,7 @@ from gateway.rest.sse import DONE, ClientLeft, EventStream, event_bytes, until_d
 from gateway.rest.validation import parse_request, read_body
 
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
+DEFAULT_BODY_DEADLINE_S = 60.0
 INLINE_BYTES = 64 * 1024  # longer bodies are checked on a thread, so that they do not hold up everybody's steps
 CLIENT_LEFT_STATUS = 499  # nginx's word for it; nobody reads the answer
 
@@ -48,6 +49,7 @@ class _Deps:
     status: Callable[[], GatewayStatus]
     registry: CollectorRegistry
     max_body_bytes: int
+    body_deadline_s: float
 
 
 def create_app(
@@ -58,9 +60,10 @@ def create_app(
     registry: CollectorRegistry,
     version: str,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    body_deadline_s: float = DEFAULT_BODY_DEADLINE_S,
 ) -> FastAPI:
     """The application. status: called for each `GET /health`. registry: what `GET /metrics` tells."""
-    deps = _Deps(dispatcher, served, status, registry, max_body_bytes)
+    deps = _Deps(dispatcher, served, status, registry, max_body_bytes, body_deadline_s)
     app = FastAPI(title="Outrider", version=version, description=openapi.DESCRIPTION)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(GatewayError, _on_gateway_error)
@@ -136,7 +139,7 @@ def _add_status_routes(app: FastAPI, deps: _Deps) -> None:
 
 
 async def _generate(deps: _Deps, request: Request, schema: type[RequestT], prepare: Prepare[RequestT]) -> Response:
-    body = await read_body(request, deps.max_body_bytes)
+    body = await read_body(request, deps.max_body_bytes, deps.body_deadline_s)
     if len(body) <= INLINE_BYTES:
         asked = parse_request(body, schema)
     else:
@@ -148,7 +151,7 @@ async def _generate(deps: _Deps, request: Request, schema: type[RequestT], prepa
     # Until the first event an error still gets its own HTTP status; after it, only an event of its own.
     first = await until_disconnect(request.receive, _first(events))
     usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-    return EventStream(_stream(first, events, answer, usage))
+    return EventStream(_stream(first, events, answer, usage), events.aclose)
 
 
 async def _whole(deps: _Deps, generations: Sequence[Generation], answer: Answer) -> dict[str, Any]:

@@ -36,6 +36,13 @@ def too_large(max_bytes: int) -> ApiError:
     return ApiError(Problem(413, "invalid_request_error", "request_too_large", "body", message, None, status))
 
 
+def too_slow(deadline_s: float) -> ApiError:
+    """408: the body did not come within its time."""
+    message = f"did not come within {deadline_s:g} seconds"
+    status = grpc.StatusCode.DEADLINE_EXCEEDED
+    return ApiError(Problem(408, "invalid_request_error", "request_timeout", "body", message, None, status))
+
+
 def http_problem(status_code: int, message: str) -> Problem:
     """What the web framework turned down by itself: no such path, wrong method."""
     code = {404: "not_found", 405: "method_not_allowed"}.get(status_code)

@@ -7,6 +7,7 @@ any field is looked at, so that nothing behind this file has to think of them.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import ValidationError
 
-from gateway.rest.problems import ApiError, invalid, too_large
+from gateway.rest.problems import ApiError, invalid, too_large, too_slow
 from gateway.rest.schemas import Schema
 
 SchemaT = TypeVar("SchemaT", bound=Schema)
@@ -26,15 +27,19 @@ MAX_DEPTH = 64
 MAX_SHOWN = 80
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError (413) as soon as it is longer than `max_bytes`."""
+async def read_body(request: Request, max_bytes: int, deadline_s: float) -> bytes:
+    """The whole body. Raises ApiError: 413 as soon as it is longer than `max_bytes`, 408 when it takes too long."""
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise too_large(max_bytes)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise too_large(max_bytes)
+                parts.append(part)
+    except TimeoutError:
+        raise too_slow(deadline_s) from None
     return b"".join(parts)
 
 

@@ -135,6 +135,7 @@ def make_app(
         registry=CollectorRegistry(),
         version="0",
         max_body_bytes=100_000,
+        body_deadline_s=2.0,
     )
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.types import Message
 
 from gateway.errors import InvalidGeneration, QueueFull, TargetUnavailable
+from gateway.rest.sse import EventStream
 from tests.gateway.rest import fakes
 from tests.gateway.text import tiny_tokenizers
 
@@ -124,6 +126,8 @@ async def test_a_client_that_leaves_cancels_its_generations(streamed: bool, n: i
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await dispatcher.wait_open(0)
+        pumps = [task for task in asyncio.all_tasks() if "_pump" in repr(task.get_coro())]
+        assert pumps == []
 
 
 async def test_a_client_that_leaves_before_the_first_token(dispatcher: fakes.FakeDispatcher) -> None:
@@ -153,3 +157,33 @@ async def test_a_fault_of_ours_is_a_500_without_details(dispatcher: fakes.FakeDi
     assert answer.status_code == 500
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert "secret" not in answer.text
+
+
+async def test_a_client_that_leaves_before_the_stream_begins_closes_what_it_reads_from() -> None:
+    closed = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"never"
+
+    async def close() -> None:
+        closed.set()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(_message: Message) -> None:
+        await asyncio.Event().wait()  # a server that cannot even send the status line
+
+    await asyncio.wait_for(EventStream(events(), close)({"type": "http"}, receive, send), 5)
+    assert closed.is_set()
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(url: str) -> None:
+    async def body() -> AsyncGenerator[bytes, None]:
+        yield b'{"prompt": '
+        await asyncio.sleep(20)
+
+    async with httpx.AsyncClient(timeout=10) as http:
+        answer = await http.post(f"{url}/v1/completions", content=body())
+    assert answer.status_code == 408
+    assert answer.json()["error"]["param"] == "body"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from gateway.generation import Delta
 from gateway.rest.spans import SpanWriter
+from gateway.text.decoding import make_decoder
 from gateway.text.token_text import TokenText
 from tests.gateway.text.test_decoding import BYTE_LEVEL, byte_ids
 
@@ -54,11 +55,20 @@ def test_half_a_character_at_the_end_is_the_last_tokens() -> None:
     assert spans_of([[(ids[0], False)], [(ids[1], True), (ids[2], True)]])[1] == [("a", False), ("\ufffd", True)]
 
 
-tokens = st.tuples(st.integers(0, BYTE_LEVEL.vocab_size - 1), st.booleans())
+tokens = st.tuples(
+    st.sampled_from(BYTE_LEVEL.encode("the quick hello ab\U0001f642", add_special_tokens=False)), st.booleans()
+)
 
 
 @given(st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=8))
-@settings(max_examples=200, deadline=None)
-def test_spans_always_join_to_the_text(groups: list[list[tuple[int, bool]]]) -> None:
-    text, spans = spans_of(groups, ("ab",))
+@settings(max_examples=300, deadline=None)
+def test_every_character_has_the_colour_of_the_token_that_completed_it(groups: list[list[tuple[int, bool]]]) -> None:
+    """Tokens of several characters, and a stop string that holds back parts of them."""
+    text, spans = spans_of(groups, ("e quack", "abc"))
+    decoder = make_decoder(BYTE_LEVEL)
+    flags: list[bool] = []
+    for token_id, from_draft in [token for group in groups for token in group]:
+        flags += [from_draft] * len(decoder.push(token_id))
+    flags += [groups[-1][-1][1]] * len(decoder.flush())
+    assert [flag for piece, flag in spans for _ in piece] == flags[: len(text)]
     assert "".join(piece for piece, _ in spans) == text

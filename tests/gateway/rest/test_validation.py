@@ -86,6 +86,7 @@ BAD_FIELDS: list[tuple[str, str, str]] = [
     (CHAT, '"reasoning_effort": "high"', "reasoning_effort"),
     (CHAT, '"prompt": "hi"', "prompt"),
     (CHAT, '"chat_template_kwargs": {"a": {"b": [NaN]}}', "chat_template_kwargs.a.b[0]"),
+    (CHAT, '"chat_template_kwargs": {"a": 1' + "0" * 30 + "}", "chat_template_kwargs.a"),
 ]
 BAD_ANYWHERE: list[tuple[str, str]] = [
     ('"model": ""', "model"),
