@@ -44,11 +44,13 @@ class Stack:
     target_address: str
     drafter_address: str | None
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _log_start: dict[str, int] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
         module = {"target": "target_service", "drafter": "drafter_service", "gateway": "gateway"}[name]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        with open(self.log_dir / f"{name}.log", "ab") as log:
+        with open(self.log_path(name), "ab") as log:
+            self._log_start[name] = log.tell()
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", module, "--config", str(self.config_path)],
                 cwd=ROOT,
@@ -62,6 +64,23 @@ class Stack:
         self.processes[name].send_signal(signal.SIGKILL)
         self.processes[name].wait(10)
 
+    @contextlib.contextmanager
+    def paused(self, name: str) -> Iterator[None]:
+        """The process stands still, as if its machine were busy elsewhere."""
+        self.processes[name].send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.processes[name].send_signal(signal.SIGCONT)
+
+    def wait_ready_line(self, name: str) -> None:
+        """Until the process that was started last says that it is ready."""
+        started = self._log_start[name]
+        self.wait_until(f"{name} ready", lambda: f"{name} ready" in self.log_path(name).read_text()[started:])
+
+    def log_path(self, name: str) -> Path:
+        return self.log_dir / f"{name}.log"
+
     def stop(self, name: str, deadline_s: float = 15.0) -> int:
         process = self.processes[name]
         process.terminate()
@@ -73,7 +92,7 @@ class Stack:
             raise AssertionError(f"{name} did not end on SIGTERM:\n{self.log(name)}") from None
 
     def log(self, name: str) -> str:
-        return (self.log_dir / f"{name}.log").read_text(errors="replace")[-6000:]
+        return self.log_path(name).read_text(errors="replace")[-6000:]
 
     def wait_until(self, what: str, holds: Callable[[], bool], deadline_s: float = READY_DEADLINE_S) -> None:
         """Poll `holds()` until it is true; a dead process or the deadline fails with the logs."""

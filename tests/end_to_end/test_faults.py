@@ -21,12 +21,12 @@ NUM_TOKENS = 300
 TARGET_WAIT_S = 45
 
 
-@pytest.fixture(params=["draft_model", "eagle3"])
+@pytest.fixture(scope="module", params=["draft_model", "eagle3"])
 def stack(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     method: str = request.param
     draft = {"draft_model": "noisy", "eagle3": "eagle3"}[method]
     drafter = {"method": method, "checkpoint": str(models.root / draft), "max_draft_len": 4}
-    gateway = {"target_wait_s": TARGET_WAIT_S, "step_deadline_ms": 300}
+    gateway = {"target_wait_s": TARGET_WAIT_S, "step_deadline_ms": 300, "reconnect_max_s": 0.05}
     with running_stack(tmp_path_factory.mktemp(method), models.target, {}, drafter, gateway) as running:
         yield running
 
@@ -103,10 +103,12 @@ def test_drafter_restarted_within_one_stream(stack: Stack, models: Models) -> No
     reader = Reader(stack, prompt, NUM_TOKENS, draft_len=4)
     reader.wait_tokens(5)
     before = stack.metrics()[drafted]
-    stack.start("drafter")
+    with stack.paused("gateway"):  # or the stream would be over long before a new process is up
+        assert len(reader.token_ids) < NUM_TOKENS // 2
+        stack.start("drafter")
+        stack.wait_ready_line("drafter")
     reader.finish()
-    if stack.metrics()[drafted] == before:
-        pytest.fail("the stream was over before the drafter was back: make it longer")
+    assert stack.metrics()[drafted] > before
     assert reader.token_ids == models.greedy(prompt, NUM_TOKENS)
 
 
