@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from gateway.dispatcher import GatewayStatus
@@ -68,6 +69,7 @@ def create_app(
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(GatewayError, _on_gateway_error)
     app.add_exception_handler(ClientLeft, _on_client_left)
+    app.add_exception_handler(ClientDisconnect, _on_client_left)  # in the middle of its own request
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_any_error)
     _add_generation_routes(app, deps)

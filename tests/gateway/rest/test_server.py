@@ -187,3 +187,18 @@ async def test_a_body_that_does_not_come_is_not_waited_for(url: str) -> None:
         answer = await http.post(f"{url}/v1/completions", content=body())
     assert answer.status_code == 408
     assert answer.json()["error"]["param"] == "body"
+
+
+async def test_a_client_that_leaves_in_its_own_request_is_no_fault_of_ours(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    for _ in range(3):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+    async with httpx.AsyncClient(timeout=10) as http:
+        assert (await http.get(f"{url}/health")).status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
