@@ -135,6 +135,9 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
         self.plans: list[common_pb2.StepPlan] = []
         self.results: list[target_pb2.StepResult] = []
         self.max_resident = 0
+        self.num_plans = 0  # taken in, also those that hang
+        self.last_seq = 0
+        self.last_channel = ("", 0)  # that a plan named
 
     def reset(self) -> None:
         self.resident = {}
@@ -185,6 +188,7 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.TargetCommand], context: Any
     ) -> AsyncIterator[target_pb2.TargetEvent]:
         owner = id(context)
+        self.last_seq, self.last_channel = 0, ("", 0)
         try:
             async for command in request_iterator:
                 event = await self._carry_out(command, owner)
@@ -201,6 +205,8 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
             case "admit":
                 return target_pb2.TargetEvent(admitted=self._admit(command.admit, owner))
             case "plan":
+                self._check_seq(command.plan)
+                self.num_plans += 1
                 await self.go.wait()
                 if self.step_s:
                     await asyncio.sleep(self.step_s)
@@ -257,6 +263,16 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
         return common_pb2.Released(request_id=release.request_id, epoch=release.epoch, capacity=self.capacity())
 
     # A step.
+
+    def _check_seq(self, plan: common_pb2.StepPlan) -> None:
+        """Counted per channel, from 1, without gaps; a plan without a channel counts too."""
+        channel = (plan.channel_id, plan.channel_epoch)
+        is_new = bool(plan.channel_id) and channel != self.last_channel
+        if plan.seq != (1 if is_new else self.last_seq + 1) and (is_new or self.last_seq):
+            self.violations.append(f"seq {plan.seq} on {channel} after {self.last_seq} on {self.last_channel}")
+        self.last_seq = plan.seq
+        if plan.channel_id:
+            self.last_channel = channel
 
     async def _step(self, plan: common_pb2.StepPlan) -> target_pb2.TargetEvent:
         self.plans.append(plan)

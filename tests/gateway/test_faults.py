@@ -57,18 +57,18 @@ async def check(tasks: list[asyncio.Task[list[int]]], max_tokens: int) -> None:
 @pytest.mark.parametrize("drafting", [False, True])
 async def test_a_killed_target_is_waited_for_and_nothing_comes_twice(make_stack: MakeStack, drafting: bool) -> None:
     stack = await make_stack(drafting=drafting)
-    stack.target.step_s = 0.005
-    tasks = await start(stack, 4, 100)
+    stack.target.step_s = 0.01
+    tasks = await start(stack, 4, 200)
     for _ in range(2):
         await stack.target.kill()
         await eventually(lambda: stack.service("target") == "lost")
         await stack.target.start()
         await stack.target.some_steps(3)
-    await check(tasks, 100)
+        if drafting:
+            await eventually(lambda: any(row.verify_len for row in stack.target.plans[-1].rows))
+    await check(tasks, 200)
     assert stack.metric("outrider_resumptions_total") >= 4
-    if drafting:
-        assert stack.drafter.holes == 0
-        assert any(row.verify_len for plan in stack.target.plans[-3:] for row in plan.rows), "drafting resumed"
+    assert stack.drafter.holes == 0
 
 
 async def test_a_target_that_stays_away_is_503_for_running_waiting_and_new(make_stack: MakeStack) -> None:

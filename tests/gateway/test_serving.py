@@ -102,6 +102,20 @@ async def test_a_client_that_leaves_frees_its_place_within_one_step(make_stack: 
     assert tokens_of(await other) == continuation((9, 9), 60)
 
 
+async def test_a_verdict_that_comes_after_its_client_has_left_counts_for_nothing(make_stack: MakeStack) -> None:
+    stack = await make_stack(drafting=False)
+    stream = await stack.dispatcher.submit(generation(max_tokens=2))
+    await anext(stream)
+    stack.target.go.clear()
+    await eventually(lambda: stack.target.num_plans == 2)
+    await stream.aclose()
+    stack.target.go.set()
+    await stack.until_empty()
+    assert stack.metric("outrider_generated_tokens_total") == 1
+    assert stack.metric("outrider_requests_total", outcome="cancelled") == 1
+    assert stack.metric("outrider_requests_total", outcome="length") == 0
+
+
 @pytest.mark.parametrize("how", ["cancel the reader", "drop the stream"])
 async def test_every_way_of_leaving_is_noticed(make_stack: MakeStack, how: str) -> None:
     stack = await make_stack()
