@@ -54,7 +54,7 @@ def up(config: ConfigArgument) -> None:
     from rich.console import Console
 
     console = Console()
-    _run(_up(config, console), console)
+    _run(_up(config, console), console, interrupted=0)  # a signal is the only way to end it, and no fault
 
 
 @app.command()
@@ -148,12 +148,18 @@ async def _up(config: Path, console: Console) -> None:
             f"  gRPC        {settings.grpc}",
             "Ctrl-C stops everything.",
         ):
-            console.print(line, soft_wrap=True, markup=False)
-        await supervisor.run()
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        try:
+            await supervisor.run()
+        finally:
+            console.print("Stopping", highlight=False)
 
 
-def _run(work: Coroutine[Any, Any, ResultT], console: Console) -> ResultT:
-    """Run a command; what a person can put right becomes one line and an exit status."""
+def _run(work: Coroutine[Any, Any, ResultT], console: Console, interrupted: int = INTERRUPTED) -> ResultT:
+    """Run a command; what a person can put right becomes one line and an exit status.
+
+    interrupted: the exit status after a signal.
+    """
     from gateway.chat_client import AnswerFailed, ClientMissing
     from gateway.errors import ConfigError
     from gateway.quickstart import Silent
@@ -165,7 +171,7 @@ def _run(work: Coroutine[Any, Any, ResultT], console: Console) -> ResultT:
         console.print(f"outrider: {error}", style="red", soft_wrap=True, markup=False, highlight=False)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
     except (asyncio.CancelledError, KeyboardInterrupt):
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(interrupted) from None
 
 
 async def _until_signal(work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -19,6 +19,7 @@ from gateway.config import TOP_LEVEL_KEYS, Address, parse_address
 from gateway.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 NAMES = ("target", "drafter", "gateway")  # the order of starting; stopping goes backwards
 
 
@@ -165,11 +166,15 @@ def service_environment(name: str, base: Mapping[str, str] = os.environ) -> dict
     return added
 
 
-def available_cores() -> int:
-    """CPU cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
+def available_cores(quota_file: Path = CPU_QUOTA) -> int:
+    """CPU cores this process may use: those it is allowed on, or fewer where a container's quota says so (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = quota_file.read_text().split()
+        cores = min(cores, int(quota) // int(period))
+    except (OSError, ValueError):  # no such file, or "max": no quota
+        pass
+    return max(1, cores)
 
 
 def reachable(text: str) -> Address:

@@ -109,3 +109,17 @@ def test_what_the_user_has_set_stays() -> None:
 def test_an_address_of_all_interfaces_is_reached_on_this_one() -> None:
     assert stack.url("0.0.0.0:80") == "http://127.0.0.1:80"
     assert stack.url("[::]:80") == "http://[::1]:80"
+
+
+def test_a_containers_quota_counts(tmp_path: Path) -> None:
+    allowed = len(os.sched_getaffinity(0))
+    quota = tmp_path / "cpu.max"
+    assert stack.available_cores(quota) == allowed
+    for text, cores in (
+        ("max 100000", allowed),
+        ("100000 100000", 1),
+        ("50000 100000", 1),
+        ("9900000 100000", allowed),
+    ):
+        quota.write_text(text + "\n")
+        assert stack.available_cores(quota) == cores
