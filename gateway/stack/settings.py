@@ -167,7 +167,7 @@ def service_environment(name: str, base: Mapping[str, str] = os.environ) -> dict
 
 
 def available_cores(quota_file: Path = CPU_QUOTA) -> int:
-    """CPU cores this process may use: those it is allowed on, or fewer where a container's quota says so (cgroup v2)."""
+    """CPU cores this process may use: those it is allowed on, or a container's quota if less (cgroup v2)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = quota_file.read_text().split()
