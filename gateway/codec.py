@@ -118,7 +118,7 @@ def released_value(message: common_pb2.Released) -> Released:
 
 def _logprob_values(token_ids: Iterable[int], messages: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLogprob, ...]:
     return tuple(
-        TokenLogprob(token_id, message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
+        TokenLogprob(token_id, message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=False)))
         for token_id, message in zip(token_ids, messages, strict=True)
     )
 
@@ -128,6 +128,8 @@ def _verdict_value(message: target_pb2.RowResult) -> Verdict:
     if status is None:
         raise BadEvent(f"result.rows.status: {message.status} is not known")
     token_ids = tuple(message.token_ids)
+    if message.logprobs and len(message.logprobs) != len(token_ids):
+        raise BadEvent(f"result.rows.logprobs: {len(message.logprobs)} for {len(token_ids)} tokens")
     return Verdict(
         message.request_id,
         message.epoch,
