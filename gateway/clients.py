@@ -137,9 +137,10 @@ class ServiceStream(Generic[EventT]):
             try:
                 message = await call.read()
             except asyncio.CancelledError:
-                if self._broken is not None and call.cancelled():  # by `close`, not a cancellation of this task
-                    return
-                raise
+                task = asyncio.current_task()
+                if self._broken is None or (task is not None and task.cancelling()):
+                    raise
+                return  # it is the call that `close` has cancelled, not this task
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs do not have it
                 status = await call.code()
                 self.close(f"the service ended the stream ({status.name}: {await call.details()})")
