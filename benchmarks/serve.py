@@ -2,10 +2,10 @@
 
     python -m benchmarks.serve [--model NAME] [--tokens 96] [--rounds 3] [--config configs/quickstart.yaml]
 
-Starts the three services, then alternates, round by round, so that a machine whose speed drifts slows all of them alike:
-transformers' greedy generate; the stack with draft_len 0, one stream; the same with the default draft_len; eight streams with
-draft_len 0. Every answer is compared with transformers' tokens. Figures are whole-request tokens per second (prefill included);
-what counts are the ratios. A table, then JSON.
+Starts the three services, then alternates, round by round, so that a machine whose speed drifts slows all of them
+alike: transformers' greedy generate; the stack with draft_len 0, one stream; the same with the default draft_len;
+eight streams with draft_len 0. Every answer is compared with transformers' tokens. Figures are whole-request tokens
+per second (prefill included); what counts are the ratios. A table, then JSON.
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     console = Console(stderr=True)
-    fetched = subprocess.run([sys.executable, "-m", "engine.fetch", options.model], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    fetched = subprocess.run(
+        [sys.executable, "-m", "engine.fetch", options.model], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
     directory = fetched.stdout.strip().splitlines()[-1]
     with tempfile.TemporaryDirectory() as scratch:
         served = Served(options.config, directory, Path(scratch))
@@ -203,7 +205,12 @@ def main() -> None:
     for name, speed in result["tok_s"].items():
         table.add_row(name.replace("_", " "), f"{speed:.1f}")
     Console().print(table)
-    for key in ("draft_len_0_over_transformers", "drafting_over_draft_len_0", "eight_streams_over_one", "mean_accepted_len"):
+    for key in (
+        "draft_len_0_over_transformers",
+        "drafting_over_draft_len_0",
+        "eight_streams_over_one",
+        "mean_accepted_len",
+    ):
         print(f"{key.replace('_', ' ')}: {result[key]:.2f}")
     print(json.dumps(result))
 

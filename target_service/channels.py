@@ -77,11 +77,15 @@ class StepRecord:
 
 @dataclass(slots=True)
 class OpenChannel:
-    """One channel in use. Apart from `last_alive`, used by the device thread only."""
+    """One channel in use. Apart from `last_alive`, used by the device thread only.
+
+    shares_blocks: the drafter mirrors our block tables (`metadata_source: reuse`).
+    """
 
     end: ShmTargetChannel | BytesTargetEnd
     drafter_id: str
     hidden_layers: tuple[int, ...]
+    shares_blocks: bool
     last_alive: float
     _places: OrderedDict[int, dict[tuple[str, int], int]] = field(default_factory=OrderedDict)
 
@@ -191,7 +195,11 @@ class TargetChannels:
             self._retire(spec.channel_id)
             end = open_target_channel(spec, kind, settings.heartbeat_deadline_s, settings.lease_s)
             self._open[spec.channel_id] = OpenChannel(
-                end, request.drafter_id, request.hidden_layers, last_alive=time.monotonic()
+                end,
+                request.drafter_id,
+                request.hidden_layers,
+                shares_blocks=request.metadata_source == "reuse",
+                last_alive=time.monotonic(),
             )
         _log.info("channel %s epoch %d (%s) opened", spec.channel_id, spec.epoch, kind)
         return Attached(

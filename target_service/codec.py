@@ -200,7 +200,9 @@ def _step_request(message: common_pb2.StepPlan) -> StepRequest:
         channel_id=message.channel_id,
         channel_epoch=message.channel_epoch,
         rows=tuple(
-            RowRequest(row.request_id, row.epoch, row.context_len, row.query_len, row.verify_len, row.samples)
+            RowRequest(
+                row.request_id, row.epoch, row.context_len, row.query_len, row.verify_len, row.draft_len, row.samples
+            )
             for row in message.rows
         ),
         drafts_from_seq=message.drafts_from_seq,

@@ -65,6 +65,7 @@ class RowRequest:
     context_len: int
     query_len: int
     verify_len: int
+    draft_len: int
     samples: bool
 
 

@@ -68,6 +68,8 @@ class StepRunner:
         drafts = take_drafts(step, sessions, channel, self._vocab_size, deadline_s)
         waited = time.perf_counter()
         rows = self._reserve(step, sessions, drafts)
+        if channel is not None and channel.shares_blocks:
+            self._look_ahead(step, rows)
         batch = build_batch(rows, self._state, self._sessions.blocks, self._max_model_len, self._device)
         hidden_layers = channel.hidden_layers if channel is not None else ()
         started = time.perf_counter()
@@ -117,6 +119,15 @@ class StepRunner:
             query_len = 1 + num_drafts
             rows.append(StepRow(session, RowStatus.OK, query_len, query_len, row_drafts[:num_drafts]))
         return tuple(rows)
+
+    def _look_ahead(self, step: StepRequest, rows: Sequence[StepRow]) -> None:
+        """Under `reuse` the drafter writes its drafts' KV by our tables: give each row the blocks for them where there
+        are any left. Without, the row's drafts end where its blocks do.
+        """
+        for request, row in zip(step.rows, rows, strict=True):
+            if row.session is not None and row.runs and request.draft_len:
+                length = row.session.context_len + row.query_len + request.draft_len
+                self._sessions.blocks.reserve(row.session.seat, min(length, self._max_model_len))
 
     def _forward(self, batch: StepBatch, hidden_layers: tuple[int, ...]) -> ForwardOutput | None:
         if batch.num_tokens == 0:

@@ -27,5 +27,7 @@ def variant(request: pytest.FixtureRequest) -> Variant:
 def stack(variant: Variant, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The variant, running."""
     directory = tmp_path_factory.mktemp(variant.name)
-    with running_stack(directory, models.target, variant.target, drafter_section(variant, models), variant.gateway) as running:
+    with running_stack(
+        directory, models.target, variant.target, drafter_section(variant, models), variant.gateway
+    ) as running:
         yield running

@@ -1,7 +1,7 @@
 """How does a test get a whole running stack: target, drafter and gateway as three real processes?
 
-`Stack` writes one config file, starts the services as users start them, waits until the gateway says that it serves, and ends
-them all. A service can be killed and started again on the same port.
+`Stack` writes one config file, starts the services as users start them, waits until the gateway says that it serves,
+and ends them all. A service can be killed and started again on the same port.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ class Stack:
         """POST /v1/completions, greedy unless told otherwise, and the decoded answer; a bad status fails."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
         answer = httpx.post(f"{self.rest}/v1/completions", json=body, timeout=120)
-        assert answer.status_code == 200, f"{answer.status_code} {answer.text}\n{self.log('gateway')}\n{self.log('target')}"
+        assert answer.status_code == 200, (
+            f"{answer.status_code} {answer.text}\n{self.log('gateway')}\n{self.log('target')}"
+        )
         return dict(answer.json())
 
     def stream(self, prompt: Any, max_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
@@ -186,7 +188,12 @@ def running_stack(
     config_path = directory / "stack.yaml"
     config_path.write_text(yaml.safe_dump(sections))
     stack = Stack(
-        config_path, directory, f"http://{addresses[2]}", addresses[3], addresses[0], addresses[1] if drafter is not None else None
+        config_path,
+        directory,
+        f"http://{addresses[2]}",
+        addresses[3],
+        addresses[0],
+        addresses[1] if drafter is not None else None,
     )
     names = ["target", "gateway"] + (["drafter"] if drafter is not None else [])
     try:

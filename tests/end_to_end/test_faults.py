@@ -92,7 +92,8 @@ def test_drafter_killed_and_restarted(stack: Stack, models: Models) -> None:
     again = stack.complete(list(prompt), 40, draft_len=4, ignore_eos=True)
     assert reader.token_ids == models.greedy(prompt, NUM_TOKENS)
     assert again["choices"][0]["outrider"]["token_ids"] == models.greedy(prompt, NUM_TOKENS)[:40]
-    assert stack.metrics()["outrider_draft_tokens_total"] > drafted_before  # drafting is back, nothing else was restarted
+    # Drafting is back, and nothing else was restarted.
+    assert stack.metrics()["outrider_draft_tokens_total"] > drafted_before
 
 
 def test_drafter_restarted_within_one_stream(stack: Stack, models: Models) -> None:

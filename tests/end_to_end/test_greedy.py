@@ -1,7 +1,8 @@
 """Is what users get exactly what the target alone would have said?
 
-Every variant of variants.py, against transformers' greedy `generate` on the same weights in fp32: each draft_len, one request
-and sixteen at once, prompts cut into chunks, prefix hits, preemption. The last test of a stack counts that nothing leaked.
+Every variant of variants.py, against transformers' greedy `generate` on the same weights in fp32: each draft_len, one
+request and sixteen at once, prompts cut into chunks, prefix hits, preemption. The last test of a stack counts that
+nothing leaked.
 """
 
 from __future__ import annotations

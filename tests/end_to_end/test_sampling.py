@@ -1,6 +1,7 @@
 """Does sampled output depend on nothing but the request and its seed?
 
-A seeded request gives the same tokens alone, in a crowd, with every draft_len and with any drafter; other seeds give others.
+A seeded request gives the same tokens alone, in a crowd, with every draft_len and with any drafter; other seeds give
+others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which stacks do the end-to-end tests run, and what must every one of them answer?
 
-A variant is a drafter (method, channel kind, metadata source) with a gateway and a target set so that chunking, prefix hits or
-preemption really happen. The reference is always transformers' `generate` on the same weights in fp32.
+A variant is a drafter (method, channel kind, metadata source) with a gateway and a target set so that chunking,
+prefix hits or preemption really happen. The reference is always transformers' `generate` on the same weights in fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.tiny_models import VOCAB_SIZE, greedy_reference, load_reference, make
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One stack. `draft`: the directory under the models root that is the drafter's `checkpoint:`; None: it needs no weights."""
+    """One stack. `draft`: the drafter's `checkpoint:`, a directory under the models root; None: it needs no weights."""
 
     name: str
     draft: str | None
@@ -41,7 +41,9 @@ STARVED = {"num_blocks": 40, "block_size": 4}
 VARIANTS = (
     Variant("eagle3-build-shm", "eagle3", drafter={"method": "eagle3"}),
     Variant("eagle3-reuse-shm", "eagle3", drafter={"method": "eagle3", "metadata_source": "reuse"}),
-    Variant("eagle3-bytes-chunked", "eagle3", drafter={"method": "eagle3", "channel_kinds": ["bytes"]}, gateway=CHUNKED),
+    Variant(
+        "eagle3-bytes-chunked", "eagle3", drafter={"method": "eagle3", "channel_kinds": ["bytes"]}, gateway=CHUNKED
+    ),
     Variant("draft-model-noisy", "noisy", drafter={"method": "draft_model"}, drafts_accepted=True),
     Variant(
         "draft-model-self-preempted",
@@ -59,7 +61,10 @@ VARIANTS = (
 
 @functools.cache
 def prompts(count: int = 16, longest: int = 90) -> tuple[tuple[int, ...], ...]:
-    """`count` prompts of different odd and even lengths; the second half starts as the first half does, so prefixes are shared."""
+    """`count` prompts of different odd and even lengths;
+
+    the second half starts as the first half does, so prefixes are shared.
+    """
     random_source = random.Random(7)
     result = []
     for index in range(count):
@@ -89,7 +94,10 @@ class Models:
         return self._answers[key]
 
     def _noisy(self, directory: Path) -> None:
-        """The target with noise on its weights: right often enough to be accepted, wrong often enough to be rejected."""
+        """The target with noise on its weights:
+
+        right often enough to be accepted, wrong often enough to be rejected.
+        """
         make_tiny_model(directory)
         weights = load_file(directory / "model.safetensors")
         generator = torch.Generator().manual_seed(1)

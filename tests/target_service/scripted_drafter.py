@@ -86,6 +86,7 @@ class ScriptedDrafter:
         draft_probs: bool = False,
         drafter_id: str = "scripted",
         silent: bool = False,
+        metadata_source: str = "build",
     ) -> None:
         self._grpc = grpc.insecure_channel(address)
         self._stub = target_pb2_grpc.TargetServiceStub(self._grpc)
@@ -98,7 +99,7 @@ class ScriptedDrafter:
                 hidden_layers=list(hidden_layers),
                 max_draft_len=7,
                 draft_probs=draft_probs,
-                metadata_source="build",
+                metadata_source=metadata_source,
                 vocab_size=512,
             ),
             timeout=10,

@@ -147,15 +147,15 @@ def test_rows_are_held_against_the_session() -> None:
     sessions.admit(1, placement(num_tokens=6))
     session = sessions.find("a", 1, 1)
     assert session is not None
-    sessions.check_row("row", RowRequest("a", 1, 0, 4, 0, False), session)
-    sessions.check_row("row", RowRequest("a", 1, 0, 6, 0, True), session)
+    sessions.check_row("row", RowRequest("a", 1, 0, 4, 0, 0, False), session)
+    sessions.check_row("row", RowRequest("a", 1, 0, 6, 0, 0, True), session)
     session.started, session.context_len = True, 6
     session.tokens.append(9)
-    sessions.check_row("row", RowRequest("a", 1, 6, 3, 2, True), session)
+    sessions.check_row("row", RowRequest("a", 1, 6, 3, 2, 0, True), session)
     for row in (
-        RowRequest("a", 1, 5, 1, 0, True),
-        RowRequest("a", 1, 6, 2, 0, True),
-        RowRequest("a", 1, 6, 1, 0, False),
+        RowRequest("a", 1, 5, 1, 0, 0, True),
+        RowRequest("a", 1, 6, 2, 0, 0, True),
+        RowRequest("a", 1, 6, 1, 0, 0, False),
     ):
         with pytest.raises(InvalidRequest, match=r"^row\."):
             sessions.check_row("row", row, session)

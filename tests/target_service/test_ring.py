@@ -60,6 +60,25 @@ def test_entries_hold_the_step(target_address: str, reference: PreTrainedModel, 
     assert any(rejected)
 
 
+@pytest.mark.parametrize("metadata_source", ["build", "reuse"])
+def test_tables_have_room_for_drafts_where_the_drafter_mirrors_them(
+    target_address: str, reference: PreTrainedModel, metadata_source: str
+) -> None:
+    with (
+        Gateway(target_address) as gateway,
+        ScriptedDrafter(target_address, "shm", wrong_from(1), metadata_source=metadata_source) as drafter,
+    ):
+        driver = Driver(gateway, drafter)
+        prompt = prompt_of(14, 52)
+        full = prompt + greedy_reference(reference, prompt, 60)
+        driver.run([driver.request(prompt, 50, full=full, draft_len=7)])
+    short = 0
+    for entry in drafter.entries:
+        last = int(entry["seq_lens"][0]) + 7 - 1  # the last position that a draft's KV may go to
+        short += int(entry["block_tables"][0, min(last, 63) // 16] == 0)
+    assert (short > 0) == (metadata_source == "build")
+
+
 def _check_row(
     entry: dict[str, Any], row: int, start: int, end: int, full: list[int], outputs: dict[int, torch.Tensor]
 ) -> None:
