@@ -110,7 +110,7 @@ class Transformers:
 
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.prompts = [
             list(
                 tokenizer.apply_chat_template(

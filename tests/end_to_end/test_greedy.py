@@ -8,6 +8,7 @@ nothing leaked.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.end_to_end.variants import Models, Variant, prompts
 NUM_TOKENS = 24
 
 
-def _token_ids(answer: dict) -> list[int]:
+def _token_ids(answer: dict[str, Any]) -> list[int]:
     return list(answer["choices"][0]["outrider"]["token_ids"])
 
 

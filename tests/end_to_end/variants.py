@@ -66,7 +66,7 @@ def prompts(count: int = 16, longest: int = 90) -> tuple[tuple[int, ...], ...]:
     the second half starts as the first half does, so prefixes are shared.
     """
     random_source = random.Random(7)
-    result = []
+    result: list[tuple[int, ...]] = []
     for index in range(count):
         length = 1 + (index * 13) % longest
         own = [random_source.randrange(3, VOCAB_SIZE) for _ in range(length)]
