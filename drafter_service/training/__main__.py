@@ -57,6 +57,7 @@ def _train(args: argparse.Namespace) -> int:
         max_len=args.max_len,
         batch_tokens=max(args.batch_tokens, args.max_len),
         learning_rate=args.learning_rate,
+        muon=args.muon,
         draft_vocab_size=args.draft_vocab_size,
         intermediate_size=args.intermediate_size,
         max_bytes=args.max_bytes,
@@ -152,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--max-len", type=int, default=defaults.max_len, help="longest conversation, in tokens")
     train.add_argument("--batch-tokens", type=int, default=defaults.batch_tokens)
     train.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    train.add_argument("--muon", action="store_true", help="inner matrices by Muon instead of AdamW")
     train.add_argument("--draft-steps", type=int, default=loss.num_steps, help="draft steps unrolled in training")
     train.add_argument("--step-decay", type=float, default=loss.step_decay)
     train.add_argument("--dead-weight", type=float, default=loss.dead_weight)

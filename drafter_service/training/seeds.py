@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from drafter_service.training.compose_code import FIRST_WORDS
+
 CHAT = (
     "What is", "What are the", "How do I", "How can I", "How does", "Why do", "Why is", "Can you explain", "Explain",
     "Describe", "Write a short story about", "Write an essay about", "Write a letter to", "Write a poem about",
@@ -81,10 +83,11 @@ PLAIN = (
     "Once upon a time",
 )
 
+# Mostly none, so that the template's own system message stands, as it does for most users.
 SYSTEMS = (
-    "", "", "", "", "", "", "You are a helpful assistant.", "You are a helpful AI assistant.",
+    *("",) * 34, "You are a helpful assistant.", "You are a helpful AI assistant.",
     "You are a careful programmer. Answer with code.", "You are a mathematics tutor. Show each step.",
     "You are a friendly expert who answers briefly.", "You are a creative writer.",
 )  # fmt: skip
 
-BY_KIND: Mapping[str, tuple[str, ...]] = {"chat": CHAT, "code": CODE, "math": MATH}
+BY_KIND: Mapping[str, tuple[str, ...]] = {"chat": CHAT, "code": (*CODE, *FIRST_WORDS * 4), "math": MATH}

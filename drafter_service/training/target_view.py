@@ -6,16 +6,21 @@ the draft vocabulary. Nothing of it is stored: the forward costs less than the h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.functional import linear
 
 from drafter_service.eagle3.head import Eagle3Head
+from drafter_service.training import fused
 from drafter_service.training.corpus import Batch, Ints
 from drafter_service.training.dense_attention import causal_plans, dense_cache
 from engine.decoder import Decoder
 from engine.kv_cache import KVCache
+from kernels.attention.interface import AttentionPlan
 
 _LOGIT_ROWS = 4096
 
@@ -36,6 +41,16 @@ class ChainStarts:
 
 
 @dataclass(frozen=True, slots=True)
+class ChainArrays:
+    """The same on the host."""
+
+    starts: Ints
+    valid: npt.NDArray[np.bool_]
+    rows: Ints
+    wanted: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class SoftTargets:
     """probs: [M, Vd], the target's distribution renormalised over the draft vocabulary; mass: [M] float32, its share
     of all.
@@ -52,6 +67,7 @@ class TargetView:
         self.decoder = decoder
         self.hidden_layers = hidden_layers
         self._cache: KVCache = dense_cache(decoder.config, 1, 1, decoder.dtype, decoder.device)
+        self._inv_freq = torch.tensor(decoder.config.inv_freq, dtype=torch.float32, device=decoder.device)
 
     @torch.no_grad()
     def run(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,6 +75,8 @@ class TargetView:
         batch, length = token_ids.shape
         plans = causal_plans(self.decoder.config, batch, length, token_ids.device)
         positions = torch.arange(length, device=token_ids.device).repeat(batch)
+        if token_ids.is_cuda and not self.decoder.config.qk_norm:
+            return self._run_fused(token_ids.reshape(-1), positions, plans)
         output = self.decoder.forward(token_ids.reshape(-1), positions, plans, self._cache, self.hidden_layers)
         assert output.captured is not None
         return output.hidden, output.captured
@@ -68,15 +86,50 @@ class TargetView:
         """hidden: [M, H] after the final norm. draft_ids: [Vd] target ids. probs come as dtype."""
         probs, masses = [], []
         for rows in hidden.split(_LOGIT_ROWS):
-            logits = self.decoder.logits(rows)
-            draft_logits = logits[:, draft_ids]
-            draft_total = draft_logits.logsumexp(-1)
-            masses.append((draft_total - logits.logsumexp(-1)).exp())
-            probs.append((draft_logits - draft_total[:, None]).exp().to(dtype))
+            logits = linear(rows, self.decoder.lm_head_weight) if rows.is_cuda else self.decoder.logits(rows)
+            draft_logits = logits.index_select(1, draft_ids)
+            draft_total = fused.logsumexp(draft_logits)
+            masses.append((draft_total - fused.logsumexp(logits)).exp())
+            probs.append((draft_logits.float() - draft_total[:, None]).exp().to(dtype))
         return SoftTargets(torch.cat(probs), torch.cat(masses))
+
+    def _run_fused(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Sequence[AttentionPlan]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Decoder.forward` for the GPU, with training's own kernels between the products."""
+        decoder, config = self.decoder, self.decoder.config
+        groups = {layer: plan for group, plan in zip(decoder.groups, plans, strict=True) for layer in group.layers}
+        angles = positions[:, None].float() * self._inv_freq
+        cos, sin = ((x * config.rope_scaling).to(decoder.dtype) for x in (angles.cos(), angles.sin()))
+        residual = decoder.embed(token_ids)
+        captured: dict[int, torch.Tensor] = {}
+        layers, eps = decoder.layers, config.rms_eps
+        normed = fused.rms_norm(residual, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            qkv = layer.qkv(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+            q, k, v = fused.rotate(qkv, config.num_heads, config.num_kv_heads, cos, sin)
+            attended = groups[index].run(q, k, v, q, q)
+            attended = layer.out(attended.reshape(attended.shape[0], -1))
+            normed, residual = fused.rms_norm_residual(attended, residual, layer.post_norm, eps)
+            mlp = layer.down(fused.silu_mul(layer.gate_up(normed)))
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else decoder.final_norm
+            normed, residual = fused.rms_norm_residual(mlp, residual, following, eps)
+            if index in self.hidden_layers:
+                captured[index] = residual
+        return normed, torch.cat([captured[index] for index in self.hidden_layers], dim=-1)
 
 
 def chain_starts(batch: Batch, num_steps: int, device: torch.device) -> ChainStarts:
+    """`chain_arrays` on a device."""
+    arrays = chain_arrays(batch, num_steps)
+    starts, valid, rows, wanted = (
+        torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        for array in (arrays.starts, arrays.valid, arrays.rows, arrays.wanted)
+    )
+    return ChainStarts(starts, valid, rows, wanted)
+
+
+def chain_arrays(batch: Batch, num_steps: int) -> ChainArrays:
     """The positions from which a service would draft: t such that tokens t + 1 (the anchor) and t + 2 are of one
     answer.
     """
@@ -84,7 +137,7 @@ def chain_starts(batch: Batch, num_steps: int, device: torch.device) -> ChainSta
     height, width = answers.shape
     padded = np.zeros((height, width + num_steps + 2), dtype=np.bool_)
     padded[:, :width] = answers
-    proposed: list[np.ndarray[tuple[int, ...], np.dtype[np.bool_]]] = []
+    proposed: list[npt.NDArray[np.bool_]] = []
     alive = padded[:, 1 : width + 1]
     for step in range(num_steps):
         alive = alive & padded[:, 2 + step : width + 2 + step]
@@ -98,10 +151,7 @@ def chain_starts(batch: Batch, num_steps: int, device: torch.device) -> ChainSta
     valid = np.stack([mask[row, column] for mask in proposed], axis=1)
     rows = np.stack([rows_of[row, column + 1 + step] for step in range(num_steps)], axis=1) * valid
 
-    def put(array: Ints | np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    return ChainStarts(put(starts), put(valid), put(rows), put(wanted))
+    return ChainArrays(starts, valid, rows, wanted)
 
 
 def proposed_tokens(token_ids: torch.Tensor, starts: torch.Tensor, step: int) -> torch.Tensor:

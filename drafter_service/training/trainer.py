@@ -1,7 +1,8 @@
 """How is a head trained on a corpus, and how does a later sitting go on?
 
-AdamW on fp32 weights, bf16 autocast on a GPU, a cosine over the phase's wall time (or its number of steps). The
-checkpoint holds weights, optimiser, the draft vocabulary, feature scales and how far the phase is.
+Steps of fixed shapes (see `step_runner`) on batches that another thread prepares, a cosine over the phase's wall time
+(or its number of steps). The checkpoint holds weights, optimiser, the draft vocabulary, feature scales and how far the
+phase is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 
 from drafter_service.eagle3.head import Eagle3Head
 from drafter_service.training.acceptance import measure, total
-from drafter_service.training.corpus import Batch, Conversation, epoch_batches, make_batch, token_counts
+from drafter_service.training.corpus import Conversation, make_batch, token_counts
+from drafter_service.training.head_optimizer import HeadOptimizer
 from drafter_service.training.head_setup import (
     DraftVocab,
     choose_draft_vocab,
@@ -29,13 +30,16 @@ from drafter_service.training.head_setup import (
     initial_head,
     largest_draft_vocab,
 )
-from drafter_service.training.loss import LossOutput, unrolled_loss
 from drafter_service.training.options import TrainOptions
+from drafter_service.training.prefetch import Prefetch
 from drafter_service.training.progress import PhaseProgress
-from drafter_service.training.target_view import TargetView, chain_starts
+from drafter_service.training.step_inputs import StepInputs, epoch_inputs, step_shapes
+from drafter_service.training.step_runner import StepRunner, StepStatistics
+from drafter_service.training.target_view import TargetView
 from engine.errors import ModelError
 
 _AVERAGED_STEPS = 20
+_BATCHES_AHEAD = 8
 _HELD_OUT_DRAFT_LEN = 4
 
 
@@ -68,17 +72,10 @@ class Trainer:
         self.state = TrainingState()
         self._options, self._fingerprint = options, fingerprint
         self._device = target.decoder.device
-        self._draft_ids = torch.from_numpy(vocab.target_ids).to(self._device)
-        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in trained if p.dim() > 1], "weight_decay": options.weight_decay},
-                {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-            ],
-            lr=options.learning_rate,
-            betas=(0.9, 0.95),
-            fused=self._device.type == "cuda",
-        )
+        self._shapes = step_shapes(options.batch_tokens, options.max_len, options.loss.num_steps)
+        self._optimizer = HeadOptimizer(head, options.weight_decay, options.clip, options.muon)
+        draft_ids = torch.from_numpy(vocab.target_ids).to(self._device)
+        self._runner = StepRunner(target, head, self._optimizer, feature_rms, draft_ids, self._shapes, options.loss)
 
     @property
     def num_parameters(self) -> int:
@@ -99,20 +96,21 @@ class Trainer:
         """Go on until the phase is complete (True) or should_stop() (False); the checkpoint is written either way."""
         options, state = self._options, self.state
         before, started, last_saved = state.seconds, time.monotonic(), time.monotonic()
-        window: list[LossOutput] = []
         if not state.held_out:
             self.watch(held_out)
-        with PhaseProgress("training") as progress:
-            for batch in self._batches(corpus):
+        steps_before, tokens_before = state.steps, state.tokens
+        with PhaseProgress("training") as progress, Prefetch(self._batches(corpus), _BATCHES_AHEAD) as batches:
+            for epoch, inputs in batches:
                 if self._fraction() >= 1 or should_stop():
                     break
-                window.append(self._step(batch))
+                if epoch > state.epoch:
+                    state.epoch, state.batches_into_epoch = epoch, 0
+                self._step(inputs)
                 state.seconds = before + time.monotonic() - started
-                if len(window) == _AVERAGED_STEPS:
-                    point = self._point(window)
+                if (state.steps - steps_before) % _AVERAGED_STEPS == 0:
+                    point = self._point(self._runner.take_statistics())
                     state.curve.append(point)
-                    window.clear()
-                    rate = state.tokens / max(1e-6, state.seconds)
+                    rate = (state.tokens - tokens_before) / max(1e-6, state.seconds - before)
                     progress.update(
                         self._fraction(),
                         f"step {state.steps}, loss {point['loss']:.3f}, accepted length {point['accepted_len']:.2f}, "
@@ -123,10 +121,11 @@ class Trainer:
                     self.save(checkpoint)
                     progress.line(f"checkpoint, held-out accepted length {state.held_out[-1]['accepted_len']:.3f}")
                     last_saved = time.monotonic()
-            if window:
-                state.curve.append(self._point(window))
-            self.watch(held_out)
-            self.save(checkpoint)
+        rest = self._runner.take_statistics()
+        if rest.steps:
+            state.curve.append(self._point(rest))
+        self.watch(held_out)
+        self.save(checkpoint)
         return self._fraction() >= 1
 
     def watch(self, held_out: Sequence[Conversation]) -> None:
@@ -145,7 +144,7 @@ class Trainer:
         content = {
             "fingerprint": self._fingerprint,
             "head": {name: tensor for name, tensor in self.head.state_dict().items() if name != "embed_tokens"},
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state(),
             "target_ids": self.vocab.target_ids,
             "coverage": self.vocab.coverage,
             "feature_rms": self.feature_rms,
@@ -159,41 +158,23 @@ class Trainer:
         missing, unexpected = self.head.load_state_dict(content["head"], strict=False)
         if unexpected or any(name != "embed_tokens" for name in missing):
             raise ModelError(f"checkpoint of another head: {', '.join([*missing, *unexpected][:4])}")
-        self._optimizer.load_state_dict(content["optimizer"])
+        self._optimizer.restore(content["optimizer"])
+        self._runner.refresh()
         self.state = TrainingState(**content["state"])
 
-    def _batches(self, corpus: Sequence[Conversation]) -> Iterator[Batch]:
-        """Epoch after epoch; the place is kept in the state. Training texts may be cut by the shape of the batch
-        only.
-        """
-        options, state = self._options, self.state
+    def _batches(self, corpus: Sequence[Conversation]) -> Iterator[tuple[int, StepInputs]]:
+        """Epoch after epoch, from where the state is; with each batch the epoch it is of."""
+        epoch, skip = self.state.epoch, self.state.batches_into_epoch
         while True:
-            batches = epoch_batches(corpus, options.batch_tokens, options.max_len, options.seed + state.epoch)
-            yield from islice(batches, state.batches_into_epoch, None)
-            state.epoch += 1
-            state.batches_into_epoch = 0
+            for inputs in epoch_inputs(corpus, self._shapes, self._options.seed + epoch, skip):
+                yield epoch, inputs
+            epoch, skip = epoch + 1, 0
 
-    def _step(self, batch: Batch) -> LossOutput:
-        options, device = self._options, self._device
-        token_ids = torch.from_numpy(batch.token_ids).to(device)
-        chains = chain_starts(batch, options.loss.num_steps, device)
-        hidden, captured = self.target.run(token_ids)
-        low = self.target.decoder.dtype
-        targets = self.target.soft_targets(hidden[chains.wanted], self._draft_ids, low)
-        for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate * self._schedule()
-        with torch.autocast(device.type, torch.bfloat16, enabled=low == torch.bfloat16):
-            output = unrolled_loss(
-                self.head, captured.float() / self.feature_rms, token_ids, chains, targets, options.loss
-            )
-        output.loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), options.clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+    def _step(self, inputs: StepInputs) -> None:
+        self._runner.run(inputs, self._options.learning_rate * self._schedule())
         self.state.steps += 1
         self.state.batches_into_epoch += 1
-        self.state.tokens += batch.num_tokens
-        return LossOutput(output.loss.detach(), output.step_losses, output.alive, output.tried)
+        self.state.tokens += inputs.num_tokens
 
     def _fraction(self) -> float:
         options = self._options
@@ -209,16 +190,14 @@ class Trainer:
             return max(0.02, done / warmup)
         return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup)))
 
-    def _point(self, window: Sequence[LossOutput]) -> dict[str, float]:
-        """Averages over some steps: one wait for the device."""
-        loss = float(torch.stack([item.loss for item in window]).mean())
-        alive = torch.stack([item.alive for item in window]).sum(0)
-        tried = torch.stack([item.tried for item in window]).sum(0)
+    def _point(self, sums: StepStatistics) -> dict[str, float]:
+        """Averages over some steps."""
+        loss = sums.loss / sums.steps
         if not math.isfinite(loss):
             raise ModelError(f"training diverged at step {self.state.steps}, loss {loss}: lower the learning rate")
-        per_step = (alive[1:] / tried.clamp(min=1)).tolist()
+        per_step = [alive / max(1.0, tried) for alive, tried in zip(sums.alive[1:], sums.tried, strict=True)]
         point = {"step": float(self.state.steps), "seconds": self.state.seconds, "loss": loss}
-        point["cross_entropy"] = float(torch.stack([item.step_losses for item in window]).mean(0)[0])
+        point["cross_entropy"] = sums.cross_entropy[0] / sums.steps
         # As if every text position were an anchor, at the usual draft_len.
         reached = 1.0
         point["accepted_len"] = 1.0

@@ -13,16 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 
+from drafter_service.eagle3.config import Eagle3Config
 from drafter_service.eagle3.head import Eagle3Head
+from drafter_service.training import fused
+from drafter_service.training.chain_attention import chained_attention, has_flash
 
 
 class UnrollPlan:
     """Attention of one unrolled pass over B sequences of L positions: `run` is called once for each draft step, in
     order.
 
-    Memory: the steps after the first hold [B, Hq, L, L + s] attention weights.
+    Where there is no flash attention, the steps after the first hold [B, Hq, L, L + s] attention weights.
     """
 
     def __init__(self, batch: int, length: int, scale: float, device: torch.device) -> None:
@@ -38,14 +41,20 @@ class UnrollPlan:
         """q: [B * L, Hq, D]; k, v: [B * L, Hkv, D]; the caches are ignored. Returns [B * L, Hq, D]."""
         del k_cache, v_cache
         group = q.shape[1] // k.shape[1]
-        query = self._heads(q)
-        key, value = (self._heads(x).repeat_interleave(group, dim=1) for x in (k, v))
+        query, flash = self._heads(q), has_flash(q)
+        heads = (self._heads(k), self._heads(v))
+        # Chained flash attention takes the KV heads as they are.
+        narrow = flash and self._first is not None
+        key, value = heads if narrow else (x.repeat_interleave(group, dim=1) for x in heads)
         if self._first is None:
-            self._first = (key, value)
+            self._first = heads if flash else (key, value)
             out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale)
         else:
             self._chain.append((key, value))
-            out = self._chained(query, *self._first)
+            if flash:
+                out = chained_attention(query, *self._first, self._chain, self._scale)
+            else:
+                out = self._chained(query, *self._first)
         return out.transpose(1, 2).reshape(q.shape)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,20 +71,55 @@ class UnrollPlan:
         return out
 
 
-def unroll(head: Eagle3Head, fused: torch.Tensor, token_ids: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
+def unroll(
+    head: Eagle3Head, fused_states: torch.Tensor, token_ids: torch.Tensor, num_steps: int
+) -> Iterator[torch.Tensor]:
     """Yield the head's output [B * L, H] (before its final norm) of draft steps 0 .. num_steps - 1.
 
-    fused: [B * L, H], `head.fuse` of the captured states. token_ids: [B, L]; tokens past a text's end count as 0.
-    Output t of step s proposes the token at t + 2 + s.
+    fused_states: [B * L, H], `head.fuse` of the captured states. token_ids: [B, L]; tokens past a text's end count as
+    0. Output t of step s proposes the token at t + 2 + s.
     """
     batch, length = token_ids.shape
     device = token_ids.device
     plan = UnrollPlan(batch, length, head.config.head_dim**-0.5, device)
-    no_cache = fused.new_empty(0)
+    run = _run_fused if _is_plain(head.config) else _run_as_served
     positions = torch.arange(length, device=device).repeat(batch)
-    hidden, ids = fused, token_ids
+    hidden, ids = fused_states, token_ids
     for step in range(num_steps):
         ids = torch.cat((ids[:, 1:], ids.new_zeros((batch, 1))), dim=1)
-        output = head(ids.reshape(-1), hidden, positions + step, plan, no_cache, no_cache)
+        output = run(head, ids.reshape(-1), hidden, positions + step, plan)
         yield output
         hidden = head.next_hidden(output)
+
+
+def draft_logits(head: Eagle3Head, output: torch.Tensor) -> torch.Tensor:
+    """`head.logits` in the head's own dtype: [N, H] -> [N, draft_vocab_size]."""
+    return head.lm_head(fused.rms_norm(output, head.norm.weight, head.norm.eps))
+
+
+def _is_plain(config: Eagle3Config) -> bool:
+    """Whether the layer is what `_run_fused` computes: all heads made here are."""
+    return not (config.norm_before_residual or config.attention_bias or config.mlp_bias)
+
+
+def _run_as_served(
+    head: Eagle3Head, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, plan: UnrollPlan
+) -> torch.Tensor:
+    return head(ids, hidden, positions, plan, hidden, hidden)
+
+
+def _run_fused(
+    head: Eagle3Head, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, plan: UnrollPlan
+) -> torch.Tensor:
+    """The same with `fused` operations between the products."""
+    config, eps = head.config, head.config.rms_eps
+    assert head.embed_tokens is not None
+    embedded = fused.rms_norm(embedding(ids, head.embed_tokens), head.input_layernorm.weight, eps)
+    normed = fused.rms_norm(hidden, head.hidden_norm.weight, eps)
+    qkv = head.qkv_proj(torch.cat((embedded, normed), dim=-1))
+    qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+    q, k, v = fused.rotate(qkv, config.num_heads, config.num_kv_heads, *head.rotary(positions))
+    attended = plan.run(q, k, v, q, q)
+    residual = hidden + head.o_proj(attended.reshape(attended.shape[0], -1))
+    inner = head.gate_up_proj(fused.rms_norm(residual, head.post_attention_layernorm.weight, eps))
+    return residual + head.down_proj(fused.silu_mul(inner))
