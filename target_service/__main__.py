@@ -17,20 +17,27 @@ from target_service.server import TargetServer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after a clean stop, 2 on a bad config or model."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after a clean stop, 1 when a bug ended the
+    service, 2 on a bad config or model.
+    """
     parser = argparse.ArgumentParser(prog="target_service", description="Outrider's target service.")
     parser.add_argument("--config", required=True, help="the config file (YAML)")
     parser.add_argument("--model", help="model directory; overrides the file's `model:`")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stopped = threading.Event()
+    stopped, failed = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        stopped.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
         config = load_section(options.config, "target", TargetConfig)
         model_name = load_model_name(options.config, options.model)
         target = build_target(config, model_name, fetch_model(model_name))
-        server = TargetServer(config, target)
+        server = TargetServer(config, target, on_failure=fail)
     except OutriderError as error:
         print(f"target_service: {error}", file=sys.stderr)
         return 2
@@ -38,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"target ready on {server.address} model={model_name} blocks={target.info.num_blocks}", flush=True)
     stopped.wait()
     server.stop()
-    return 0
+    return 1 if failed.is_set() else 0
 
 
 if __name__ == "__main__":

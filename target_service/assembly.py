@@ -6,6 +6,7 @@ anything listens.
 
 from __future__ import annotations
 
+import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from engine.block_pool import BlockPool
 from engine.decoder import Decoder
 from engine.errors import ConfigError
+from engine.kv_cache import KVCache
 from engine.request_blocks import RequestBlocks
 from engine.seats import SeatAllocator
 from kernels.attention.registry import make_attention
@@ -63,7 +65,7 @@ def build_target(config: TargetConfig, model_name: str, directory: Path) -> Targ
         )
         for group in decoder.groups
     ]
-    kv = decoder.make_kv_cache(num_pool_blocks, config.block_size)
+    kv = _make_kv_cache(decoder, num_pool_blocks, config.block_size)
     runner = StepRunner(decoder, kv, backends, sessions, max_model_len, config.trim_absent_drafts)
     info = ServiceInfo(
         instance_id=secrets.token_hex(8),
@@ -108,6 +110,25 @@ def build_target(config: TargetConfig, model_name: str, directory: Path) -> Targ
     )
     core = TargetCore(info, limits, sessions, runner, channels, config.max_wait_ms / 1e3, config.check_integrity)
     return Target(info, core, channels)
+
+
+def _make_kv_cache(decoder: Decoder, num_blocks: int, block_size: int) -> KVCache:
+    """The cache; ConfigError when the machine has no room for it: fresh zeros cost nothing until they are written, so
+    one that is too big would be granted and end the process later.
+    """
+    model = decoder.config
+    num_bytes = num_blocks * KVCache.bytes_per_block(
+        block_size, model.num_layers, model.num_kv_heads, model.head_dim, decoder.dtype
+    )
+    problem = f"{num_blocks - 1} blocks of {block_size} tokens take {num_bytes / 2**30:.1f} GiB of KV cache"
+    if decoder.device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if num_bytes > memory:
+            raise ConfigError("target.num_blocks", f"{problem}, this machine has {memory / 2**30:.1f} GiB in all")
+    try:
+        return decoder.make_kv_cache(num_blocks, block_size)
+    except RuntimeError as error:  # torch has no class of its own for it on every device
+        raise ConfigError("target.num_blocks", f"{problem}, which could not be allocated") from error
 
 
 def _max_model_len(config: TargetConfig, model_limit: int) -> int:

@@ -20,7 +20,7 @@ from engine.channel.bytes import BytesTargetEnd
 from engine.channel.description import ChannelDescription
 from engine.channel.host import host_id
 from engine.channel.interface import ChannelSpec
-from engine.channel.opening import describe, open_target_channel
+from engine.channel.opening import choose_kind, describe, open_target_channel
 from engine.channel.shm import ShmTargetChannel
 from engine.errors import CapacityError, ChannelError, InvalidRequest
 from target_service.batch import StepBatch
@@ -157,6 +157,7 @@ class TargetChannels:
     def __init__(self, settings: ChannelSettings) -> None:
         self._settings = settings
         self._host_id = host_id()
+        self._attaching = threading.Lock()  # one Attach at a time; taken before _lock
         self._lock = threading.Lock()
         self._open: dict[str, OpenChannel] = {}
         self._retired: list[OpenChannel] = []
@@ -169,7 +170,7 @@ class TargetChannels:
         """Export a channel. InvalidRequest, ChannelError or CapacityError say why not."""
         settings = self._settings
         self._check(request)
-        kind = self._choose_kind(request)
+        kind = choose_kind(request.kinds, request.host_id, self._host_id, settings.kinds)
         number = next(self._numbers)
         spec = ChannelSpec(
             channel_id=f"{settings.instance_id}/{request.drafter_id}",
@@ -186,21 +187,25 @@ class TargetChannels:
             num_blocks=settings.num_blocks,
             draft_probs=request.draft_probs,
         )
-        with self._lock:
-            if self._closed.is_set():
-                raise CapacityError("the target is stopping")
-            others = sum(channel.drafter_id != request.drafter_id for channel in self._open.values())
-            if others + len(self._retired) >= settings.max_channels:
-                raise CapacityError(f"{settings.max_channels} channels are open or still closing")
-            self._retire(spec.channel_id)
+        with self._attaching:
+            with self._lock:
+                others = sum(channel.drafter_id != request.drafter_id for channel in self._open.values())
+                if others + len(self._retired) >= settings.max_channels:
+                    raise CapacityError(f"{settings.max_channels} channels are open or still closing")
+                self._retire(spec.channel_id)
+            # Not under the lock that every step takes: this may be gigabytes.
             end = open_target_channel(spec, kind, settings.heartbeat_deadline_s, settings.lease_s)
-            self._open[spec.channel_id] = OpenChannel(
-                end,
-                request.drafter_id,
-                request.hidden_layers,
-                shares_blocks=request.metadata_source == "reuse",
-                last_alive=time.monotonic(),
-            )
+            with self._lock:
+                if self._closed.is_set():
+                    end.close()
+                    raise CapacityError("the target is stopping")
+                self._open[spec.channel_id] = OpenChannel(
+                    end,
+                    request.drafter_id,
+                    request.hidden_layers,
+                    shares_blocks=request.metadata_source == "reuse",
+                    last_alive=time.monotonic(),
+                )
         _log.info("channel %s epoch %d (%s) opened", spec.channel_id, spec.epoch, kind)
         return Attached(
             channel=describe(end),
@@ -281,18 +286,13 @@ class TargetChannels:
             raise InvalidRequest("vocab_size", f"{request.vocab_size} is above the target's {settings.vocab_size}")
         if request.metadata_source not in ("", "build", "reuse"):
             raise InvalidRequest("metadata_source", f"must be build or reuse, got {request.metadata_source!r}")
-        if request.metadata_source == "reuse" and request.block_size not in (0, settings.block_size):
-            raise InvalidRequest(
-                "block_size", f"reuse needs the target's {settings.block_size}, got {request.block_size}"
-            )
-
-    def _choose_kind(self, request: AttachRequest) -> str:
-        reasons = []
-        for kind in request.kinds:
-            if kind not in self._settings.kinds:
-                reasons.append(f"{kind}: this target offers {', '.join(self._settings.kinds)}")
-            elif kind == "shm" and request.host_id != self._host_id:
-                reasons.append("shm: not the same host")
-            else:
-                return kind
-        raise ChannelError(f"kinds: none can be used ({'; '.join(reasons) or 'none were given'})")
+        if request.metadata_source == "reuse":
+            if request.block_size != settings.block_size:
+                raise InvalidRequest(
+                    "block_size", f"reuse needs the target's {settings.block_size}, got {request.block_size}"
+                )
+            # Block ids are the target's, so a smaller cache would be written past its end.
+            if request.num_blocks < settings.num_blocks - 1:
+                raise InvalidRequest(
+                    "num_blocks", f"reuse needs the target's {settings.num_blocks - 1}, got {request.num_blocks}"
+                )

@@ -33,6 +33,8 @@ from target_service.streams import GatewayStream
 
 _log = logging.getLogger(__name__)
 
+MAX_SEQ = (1 << 63) - 1  # channels keep it as int64
+
 
 class TargetCore:
     """Carries out commands. Used by one thread."""
@@ -56,8 +58,12 @@ class TargetCore:
         self._check_integrity = check_integrity
 
     def handle(self, stream: GatewayStream, command: Command) -> Event:
-        """Carry out one command. Never raises: what goes wrong becomes a FaultReply, and the service lives on."""
-        event = self._guarded(command, lambda: self._dispatch(stream, command))
+        """Carry out one command. What goes wrong in it becomes a FaultReply, and the service lives on.
+
+        Raises only where the accounts of seats and blocks themselves are broken, so that nothing can be let go any
+        more.
+        """
+        event = self._guarded(stream, command, lambda: self._dispatch(stream, command))
         if self._check_integrity:
             try:
                 self.sessions.check_integrity()
@@ -71,7 +77,7 @@ class TargetCore:
         if released:
             _log.info("stream %d ended: %d requests released", stream.stream_id, released)
 
-    def _guarded(self, command: Command, act: Callable[[], Event]) -> Event:
+    def _guarded(self, stream: GatewayStream, command: Command, act: Callable[[], Event]) -> Event:
         try:
             return act()
         except InvalidRequest as error:
@@ -89,7 +95,7 @@ class TargetCore:
             return _fault(command, error.kind, str(error))
         except Exception as error:  # a bug met by one command must not take every other gateway's requests with it
             _log.exception("failed to carry out %s", type(command).__name__)
-            self._abandon(command)
+            self._abandon(stream, command)
             return _fault(command, OutriderError.kind, f"{type(error).__name__}: {error}")
 
     def _dispatch(self, stream: GatewayStream, command: Command) -> Event:
@@ -106,7 +112,7 @@ class TargetCore:
             return self._admit(stream, command)
         if isinstance(command, StepRequest):
             return self._step(stream, command)
-        self.sessions.release(command.request_id, command.epoch)
+        self.sessions.release(command.request_id, command.epoch, stream.stream_id)
         return ReleaseReply(command.request_id, command.epoch, self.sessions.capacity)
 
     def _admit(self, stream: GatewayStream, admission: Admission) -> AdmissionReply:
@@ -133,19 +139,19 @@ class TargetCore:
         deadline_s = min(step.deadline_ms / 1e3, self._max_wait_s)
         return self._runner.run(step, sessions, channel, deadline_s)
 
-    def _abandon(self, command: Command) -> None:
+    def _abandon(self, stream: GatewayStream, command: Command) -> None:
         """After a bug in the middle of a command: what it touched is not to be trusted, so its requests are let go."""
         if isinstance(command, StepRequest):
             for row in command.rows:
-                self.sessions.release(row.request_id, row.epoch)
+                self.sessions.release(row.request_id, row.epoch, stream.stream_id)
         elif isinstance(command, Admission):
-            self.sessions.release(command.request_id, command.epoch)
+            self.sessions.release(command.request_id, command.epoch, stream.stream_id)
 
 
 def _check_seq(stream: GatewayStream, step: StepRequest) -> None:
     """Numbers go up by one; they may start anywhere, and begin again at 1 with another channel."""
-    if step.seq < 1:
-        raise InvalidRequest("seq", "must be at least 1")
+    if not 1 <= step.seq <= MAX_SEQ:
+        raise InvalidRequest("seq", f"must be in 1..{MAX_SEQ}, got {step.seq}")
     expected = stream.last_seq + 1
     restarted = step.seq == 1 and stream.last_channel != (step.channel_id, step.channel_epoch)
     if stream.last_seq and step.seq != expected and not restarted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +33,16 @@ class _Job:
 
 
 class DeviceThread:
-    """Owner of the thread. `submit` and `end_stream` may be called from any thread."""
+    """Owner of the thread. `submit` and `end_stream` may be called from any thread.
 
-    def __init__(self, core: TargetCore, max_commands: int, num_threads: int | None) -> None:
+    on_failure: called by the thread when it ends by a bug; no command is carried out any more.
+    """
+
+    def __init__(
+        self, core: TargetCore, max_commands: int, num_threads: int | None, on_failure: Callable[[], object]
+    ) -> None:
         self._core = core
+        self._on_failure = on_failure
         self._num_threads = num_threads
         self._jobs: queue.Queue[_Job] = queue.Queue(max_commands)
         self._stopping = threading.Event()
@@ -56,8 +63,8 @@ class DeviceThread:
         self._put(_Job(stream, None))
 
     def num_resident(self) -> int:
-        """How many requests are resident; a snapshot, from any thread."""
-        return len(self._core.sessions)
+        """How many requests are resident and will run on; a snapshot, from any thread."""
+        return 0 if self._stopping.is_set() else len(self._core.sessions)
 
     def stop(self, deadline_s: float) -> None:
         """Finish the command at hand and end the thread."""
@@ -78,6 +85,14 @@ class DeviceThread:
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)  # again here: OpenMP keeps it per thread
+        try:
+            self._carry_out_all()
+        except Exception:  # a thread that died unnoticed would leave a process that listens and never answers
+            _log.exception("the device thread ended")
+            self._stopping.set()
+            self._on_failure()
+
+    def _carry_out_all(self) -> None:
         with torch.inference_mode():
             while not self._stopping.is_set():
                 try:

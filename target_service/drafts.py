@@ -7,6 +7,7 @@ absent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ import torch
 
 from engine.channel.interface import ReplyEntry
 from target_service.channels import OpenChannel
-from target_service.messages import StepRequest
-from target_service.sessions import Session
+from target_service.messages import RowRequest, StepRequest
+from target_service.sessions import Session, StepKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class StepDrafts:
 
     def probs_of(self, rows: Sequence[int], max_drafts: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Draft probabilities [S, max_drafts, V] and has_probs [S] of the plan rows named; (None, None) when no row
-        has any.
+        has any. A row whose numbers cannot be probabilities has none.
         """
         reply = self.reply
         if reply is None or reply.probs is None or reply.has_probs is None or max_drafts == 0:
@@ -42,7 +43,11 @@ class StepDrafts:
         has_probs = reply.has_probs[sources.clamp(min=0)] & (sources >= 0)
         if not bool(has_probs.any()):
             return None, None
-        return reply.probs[sources.clamp(min=0), :max_drafts], has_probs
+        probs = reply.probs[sources.clamp(min=0), :max_drafts]  # a copy: what is looked at is what is used
+        # A negative or NaN "probability" could bring up a token that the target's own filters leave out.
+        lowest, highest = probs.flatten(1).aminmax(dim=1)
+        has_probs &= (lowest >= 0) & (highest < math.inf)
+        return (probs, has_probs) if bool(has_probs.any()) else (None, None)
 
 
 def no_drafts(num_rows: int, missed: bool = False) -> StepDrafts:
@@ -61,8 +66,9 @@ def take_drafts(
     reply: what the drafter writes is outside input, and losing it costs speed only.
     """
     num_rows = len(step.rows)
-    wanted = any(row.verify_len > 0 and session is not None for row, session in zip(step.rows, sessions, strict=True))
-    if step.drafts_from_seq == 0 or not wanted:
+    step_key = (step.channel_id, step.channel_epoch, step.drafts_from_seq)
+    usable = [_num_usable(row, session, step_key) for row, session in zip(step.rows, sessions, strict=True)]
+    if step.drafts_from_seq == 0 or not any(usable):
         return no_drafts(num_rows)
     places = None if channel is None else channel.rows_of(step.drafts_from_seq)
     if channel is None or places is None:
@@ -70,19 +76,21 @@ def take_drafts(
     reply = channel.end.take_reply(step.drafts_from_seq, deadline_s)
     if reply is None or reply.num_rows != len(places):
         return no_drafts(num_rows, missed=True)
-    step_key = (step.channel_id, step.channel_epoch, step.drafts_from_seq)
     table = reply.tokens.tolist()
     tokens: list[tuple[int, ...]] = []
     reply_rows: list[int] = []
-    for row, session in zip(step.rows, sessions, strict=True):
-        place = places.get((row.request_id, row.epoch), -1)
-        if session is None or row.verify_len == 0 or place < 0 or session.last_step != step_key:
-            tokens.append(())
-            reply_rows.append(-1)
-            continue
-        tokens.append(_real_drafts(table[place], min(row.verify_len, session.max_drafts), vocab_size))
+    for row, max_drafts in zip(step.rows, usable, strict=True):
+        place = places.get((row.request_id, row.epoch), -1) if max_drafts else -1
+        tokens.append(_real_drafts(table[place], max_drafts, vocab_size) if place >= 0 else ())
         reply_rows.append(place)
     return StepDrafts(tuple(tokens), tuple(reply_rows), reply, missed=False)
+
+
+def _num_usable(row: RowRequest, session: Session | None, step_key: StepKey) -> int:
+    """How many drafts the row may verify that were made after step `step_key`: none unless they follow its anchor."""
+    if session is None or session.last_step != step_key:
+        return 0
+    return min(row.verify_len, session.max_drafts)
 
 
 def _real_drafts(row: Sequence[int], max_drafts: int, vocab_size: int) -> tuple[int, ...]:

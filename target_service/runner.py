@@ -94,31 +94,50 @@ class StepRunner:
     def _reserve(
         self, step: StepRequest, sessions: Sequence[Session | None], drafts: StepDrafts
     ) -> tuple[StepRow, ...]:
-        """Decide how much each row runs, and get its blocks. Drafts give way before a row starves."""
+        """Decide how much each row runs, and get its blocks. Drafts, its own or others', give way before a row
+        starves.
+        """
         blocks = self._sessions.blocks
+        for row, session in zip(step.rows, sessions, strict=True):
+            if session is not None and not session.started:
+                self._sessions.start(session, row.context_len)
+                self._state.context_lens[session.seat] = session.context_len
+        starved = self._reserve_least(step, sessions)
         rows: list[StepRow] = []
         for row, session, row_drafts in zip(step.rows, sessions, drafts.tokens, strict=True):
             if session is None:
                 rows.append(StepRow(None, RowStatus.UNKNOWN))
                 continue
-            if not session.started:
-                self._sessions.start(session, row.context_len)
-                self._state.context_lens[session.seat] = session.context_len
+            if session.seat in starved:
+                rows.append(StepRow(session, RowStatus.STARVED))
+                continue
             if session.in_prompt:
-                if blocks.reserve(session.seat, session.context_len + row.query_len):
-                    rows.append(StepRow(session, RowStatus.OK, row.query_len, 1 if row.samples else 0, is_prompt=True))
-                else:
-                    rows.append(StepRow(session, RowStatus.STARVED))
+                rows.append(StepRow(session, RowStatus.OK, row.query_len, 1 if row.samples else 0, is_prompt=True))
                 continue
             num_drafts = len(row_drafts) if self._trim_absent_drafts else min(row.verify_len, session.max_drafts)
-            if not blocks.reserve(session.seat, session.context_len + 1 + num_drafts):
-                if not blocks.reserve(session.seat, session.context_len + 1):
-                    rows.append(StepRow(session, RowStatus.STARVED))
-                    continue
-                num_drafts = min(num_drafts, blocks.capacity(session.seat) - session.context_len - 1)
+            least = session.context_len + 1
+            if not blocks.reserve(session.seat, least + num_drafts):
+                num_drafts = min(num_drafts, blocks.capacity(session.seat) - least)
             query_len = 1 + num_drafts
             rows.append(StepRow(session, RowStatus.OK, query_len, query_len, row_drafts[:num_drafts]))
         return tuple(rows)
+
+    def _reserve_least(self, step: StepRequest, sessions: Sequence[Session | None]) -> set[int]:
+        """Get every row the blocks without which it cannot run: for its chunk, or for its anchor. Returns the seats
+        that got none.
+        """
+        blocks = self._sessions.blocks
+        least = {
+            session.seat: session.context_len + (row.query_len if session.in_prompt else 1)
+            for row, session in zip(step.rows, sessions, strict=True)
+            if session is not None
+        }
+        short = {seat for seat, length in least.items() if not blocks.reserve(seat, length)}
+        if not short:
+            return short
+        for seat, length in least.items():  # blocks that were for drafts of earlier steps
+            blocks.trim(seat, length)
+        return {seat for seat in least if seat in short and not blocks.reserve(seat, least[seat])}
 
     def _look_ahead(self, step: StepRequest, rows: Sequence[StepRow]) -> None:
         """Under `reuse` the drafter writes its drafts' KV by our tables: give each row the blocks for them where there

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -31,16 +32,19 @@ DRAIN_POLL_S = 0.05
 class TargetServer:
     """Owner of the gRPC server and of the device thread."""
 
-    def __init__(self, config: TargetConfig, target: Target) -> None:
-        """Bind the address. ConfigError when it cannot be."""
+    def __init__(self, config: TargetConfig, target: Target, on_failure: Callable[[], object] = lambda: None) -> None:
+        """Bind the address. ConfigError when it cannot be. on_failure: called, from another thread, when a bug has
+        ended the device thread; the caller should stop the server then.
+        """
         self._drain_s = config.drain_s
         self._target = target
-        self._device = DeviceThread(target.core, config.command_queue, config.threads)
+        self._device = DeviceThread(target.core, config.command_queue, config.threads, on_failure)
         self._servicer = TargetServicer(self._device, target.channels, config.event_queue)
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="rpc")
         self._server = grpc.server(
             self._pool,
+            maximum_concurrent_rpcs=MAX_STREAMS,  # one more is refused; it would wait for a thread without a deadline
             options=(
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -148,10 +148,10 @@ class Sessions:
             session.context_len = context_len
             self.blocks.trim(session.seat, context_len)
 
-    def release(self, request_id: str, epoch: int) -> bool:
-        """Free the placement. False, and nothing done, when that epoch is not resident."""
-        session = self._by_id.get(request_id)
-        if session is None or session.epoch != epoch:
+    def release(self, request_id: str, epoch: int, stream_id: int) -> bool:
+        """Free the placement. False, and nothing done, when it is not resident: see `find`."""
+        session = self.find(request_id, epoch, stream_id)
+        if session is None:
             return False
         self._free(session)
         return True

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -133,7 +133,8 @@ class _End:
         with self._changed:
             if self._closed or message.seq <= self._newest:
                 return False
-            self._incoming[message.seq] = message
+            # Only what belongs to an entry is kept: what else a peer sends would be memory without a bound.
+            self._incoming[message.seq] = replace(message, tensors={name: message.tensors[name] for name in shapes})
             self._newest = message.seq
             for seq in [seq for seq in self._incoming if seq <= message.seq - self.spec.depth]:
                 del self._incoming[seq]

@@ -22,16 +22,18 @@ HEARTBEAT_DEADLINE_S = 2.0
 ATTACH_DEADLINE_S = 10.0
 
 
-def choose_kind(offered: Sequence[str], peer_host_id: str, own_host_id: str | None = None) -> str:
-    """The first kind offered (by the drafter, best first) that works between it and this process.
+def choose_kind(
+    offered: Sequence[str], peer_host_id: str, own_host_id: str | None = None, allowed: Sequence[str] = KINDS
+) -> str:
+    """The first kind offered (by the drafter, best first) that is allowed here and works between it and this process.
 
     `shm` needs equal host ids (engine/channel/host.py). ChannelError: none works.
     """
     same_host = peer_host_id == (own_host_id or host_id())
     for kind in offered:
-        if kind == "bytes" or (kind == "shm" and same_host):
+        if kind in allowed and (kind == "bytes" or (kind == "shm" and same_host)):
             return kind
-    raise ChannelError(f"kinds: none of {list(offered)} works here (same host: {same_host}, known: {list(KINDS)})")
+    raise ChannelError(f"kinds: none of {list(offered)} works here (same host: {same_host}, taken: {list(allowed)})")
 
 
 def open_target_channel(

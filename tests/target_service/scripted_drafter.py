@@ -100,6 +100,8 @@ class ScriptedDrafter:
                 max_draft_len=7,
                 draft_probs=draft_probs,
                 metadata_source=metadata_source,
+                block_size=16,
+                num_blocks=64,
                 vocab_size=512,
             ),
             timeout=10,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+import target_service.channels
 from engine.block_pool import BlockPool
+from engine.channel import open_target_channel
 from engine.decoder import Decoder
 from engine.errors import IntegrityError, InvalidRequest
 from engine.request_blocks import RequestBlocks
@@ -19,6 +22,7 @@ from target_service.sessions import Sessions
 from target_service.streams import Outbox
 from tests.target_service.conftest import LocalTarget
 from tests.target_service.gateway_client import Driver, Gateway
+from tests.target_service.scripted_drafter import ScriptedDrafter
 from tests.target_service.test_greedy import prompt_of
 from tests.target_service.test_resilience import eventually_free
 
@@ -102,6 +106,32 @@ def test_outbox() -> None:
     assert full.finished()
 
 
+def test_an_attach_does_not_hold_up_a_step(
+    local_target: Callable[..., LocalTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for a new channel may take long to get; steps with other drafters go on meanwhile."""
+    address, target = local_target()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        entered.set()
+        assert go_on.wait(30)
+        return open_target_channel(*arguments)
+
+    with Gateway(address) as gateway, ScriptedDrafter(address) as drafter, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(target_service.channels, "open_target_channel", slow)
+        try:
+            attaching = pool.submit(ScriptedDrafter, address, drafter_id="second")
+            assert entered.wait(10)
+            driver = Driver(gateway, drafter)
+            driver.run([driver.request(prompt_of(5), 3)])
+            assert len(drafter.entries) == 3
+        finally:
+            go_on.set()
+        attaching.result(30).close()
+    eventually_free(target)
+
+
 def make_sessions(num_seats: int = 2, num_blocks: int = 9) -> Sessions:
     return Sessions(SeatAllocator(num_seats), RequestBlocks(BlockPool(num_blocks, 4), num_seats, 32))
 
@@ -120,14 +150,15 @@ def test_sessions_hold_one_epoch_and_free_everything_once() -> None:
     assert sessions.find("a", 3, 1) is None
     session = sessions.find("a", 3, 2)
     assert session is not None
-    assert not sessions.release("a", 1)
+    assert not sessions.release("a", 1, 2)
+    assert not sessions.release("a", 3, 1)
     assert sessions.release_stream(1) == 0
     assert sessions.admit(1, placement("b")).status is AdmissionStatus.OK
     assert sessions.admit(1, placement("c")).status is AdmissionStatus.NO_SEAT
     assert sessions.blocks.reserve(session.seat, 6)
     sessions.check_integrity()
-    assert sessions.release("a", 3)
-    assert not sessions.release("a", 3)
+    assert sessions.release("a", 3, 2)
+    assert not sessions.release("a", 3, 2)
     assert sessions.release_stream(1) == 1
     sessions.check_integrity()
     assert (sessions.capacity.free_seats, sessions.capacity.free_blocks) == (2, 8)

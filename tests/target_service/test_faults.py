@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from engine.channel import host_id
 from protos import common_pb2, target_pb2, target_pb2_grpc
 from tests.target_service.gateway_client import Driver, Gateway
+from tests.target_service.scripted_drafter import ScriptedDrafter
 from tests.target_service.test_greedy import all_free, prompt_of
 from tests.tiny_models import greedy_reference
 
@@ -144,6 +145,16 @@ def test_step_numbers(target_address: str) -> None:
         assert gateway.plan(common_pb2.StepPlan(seq=2, channel_id="elsewhere", channel_epoch=3)).seq == 2
 
 
+def test_a_step_number_too_big_for_the_ring_is_refused(target_address: str) -> None:
+    with Gateway(target_address) as gateway, ScriptedDrafter(target_address) as drafter:
+        channel = {"channel_id": drafter.channel_id, "channel_epoch": drafter.channel_epoch}
+        gateway.admit(admission())
+        fault = gateway.fault(plan=common_pb2.StepPlan(seq=1 << 63, rows=[row()], **channel))
+        assert (fault.kind, fault.seq) == ("invalid_request", 1 << 63)
+        assert fault.detail.startswith("seq: ")
+        assert gateway.plan(common_pb2.StepPlan(seq=1, rows=[row()])).rows[0].context_len == 3
+
+
 def test_a_channel_that_is_not_there_costs_only_drafts(target_address: str, reference: PreTrainedModel) -> None:
     with Gateway(target_address) as gateway:
         gateway.admit(admission())
@@ -184,6 +195,9 @@ def test_no_seat_is_not_an_error(target_address: str) -> None:
         assert gateway.admit(admission(request_id="last")).status == common_pb2.ADMIT_STATUS_OK
 
 
+MIRRORS: dict[str, Any] = {"metadata_source": "reuse", "block_size": 16, "num_blocks": 64}
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "field"),
     [
@@ -195,7 +209,9 @@ def test_no_seat_is_not_an_error(target_address: str) -> None:
         ({"hidden_layers": [0] * 4}, grpc.StatusCode.INVALID_ARGUMENT, "hidden_layers"),
         ({"vocab_size": 513}, grpc.StatusCode.INVALID_ARGUMENT, "vocab_size"),
         ({"metadata_source": "guess"}, grpc.StatusCode.INVALID_ARGUMENT, "metadata_source"),
-        ({"metadata_source": "reuse", "block_size": 8}, grpc.StatusCode.INVALID_ARGUMENT, "block_size"),
+        (MIRRORS | {"block_size": 8}, grpc.StatusCode.INVALID_ARGUMENT, "block_size"),
+        (MIRRORS | {"block_size": 0}, grpc.StatusCode.INVALID_ARGUMENT, "block_size"),
+        (MIRRORS | {"num_blocks": 63}, grpc.StatusCode.INVALID_ARGUMENT, "num_blocks"),
         ({"kinds": []}, grpc.StatusCode.FAILED_PRECONDITION, "kinds"),
         ({"kinds": ["cuda_ipc"]}, grpc.StatusCode.FAILED_PRECONDITION, "kinds"),
         ({"kinds": ["shm"], "host_id": "elsewhere"}, grpc.StatusCode.FAILED_PRECONDITION, "kinds"),

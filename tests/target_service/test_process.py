@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+import target_service.server
 from engine.config_file import parse_section
-from engine.errors import ConfigError
+from engine.errors import ConfigError, IntegrityError
 from target_service.__main__ import main
+from target_service.channels import TargetChannels
 from target_service.config import TargetConfig
 from tests.processes import ProcessGroup
-from tests.target_service.conftest import start_target, write_config
+from tests.target_service.conftest import LocalTarget, start_target, write_config
 from tests.target_service.gateway_client import Driver, Gateway
 from tests.target_service.test_greedy import prompt_of
 
@@ -107,6 +111,7 @@ def test_bad_config_is_one_line(tmp_path: Path, tiny_dir: Path, capsys: pytest.C
             ({"block_size": 12}, "target.block_size: "),
             ({"max_model_len": 513}, "target.max_model_len: "),
             ({"listen": "192.0.2.1:1"}, "target.listen: "),
+            ({"num_blocks": 1 << 24, "block_size": 1024}, "target.num_blocks: "),
         ):
             config = write_config(tmp_path / "bad.yaml", tiny_dir, **settings)
             assert main(["--config", str(config)]) == 2
@@ -119,3 +124,38 @@ def test_bad_config_is_one_line(tmp_path: Path, tiny_dir: Path, capsys: pytest.C
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def test_a_bug_in_the_device_thread_ends_the_process(
+    tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that listened on, and never answered, would not be started anew by whoever watches over it."""
+    close_retired, calls = TargetChannels.close_retired, itertools.count()
+
+    def broken_once(self: TargetChannels) -> None:
+        if next(calls) == 0:
+            raise IntegrityError("lost count")
+        close_retired(self)
+
+    monkeypatch.setattr(TargetChannels, "close_retired", broken_once)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        began = time.monotonic()
+        assert main(["--config", str(write_config(tmp_path / "target.yaml", tiny_dir))]) == 1
+        assert time.monotonic() - began < 30
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_a_call_too_many_is_refused_at_once(
+    local_target: Callable[..., LocalTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stream holds a thread: a call that found none would wait for one without end."""
+    monkeypatch.setattr(target_service.server, "MAX_STREAMS", 2)
+    address, _ = local_target()
+    with Gateway(address), Gateway(address):
+        third = Gateway(address, hello=False)
+        third._reader.join(10)
+        assert third.status == grpc.StatusCode.RESOURCE_EXHAUSTED
+        third.close()

@@ -93,6 +93,15 @@ def test_another_gateways_requests_cannot_be_run(target_address: str) -> None:
         assert one.plan(common_pb2.StepPlan(seq=1, rows=rows)).rows[0].status == OK
 
 
+def test_another_gateways_requests_cannot_be_released(target_address: str) -> None:
+    with Gateway(target_address) as one, Gateway(target_address) as other:
+        driver = Driver(one)
+        running = driver.request(prompt_of(9), 5)
+        driver.admit(running)
+        other.release(running.request_id)
+        assert driver.step([running]).rows[0].status == OK
+
+
 def test_starved_rows_recover_after_a_release(
     local_target: Callable[..., LocalTarget], reference: PreTrainedModel
 ) -> None:
@@ -138,6 +147,30 @@ def test_drafts_give_way_before_a_row_starves(
         assert driver.step([running]).rows[0].status == STARVED
         gateway.release(running.request_id)
         assert running.generated == running.full[44:49]
+
+
+@pytest.mark.parametrize("metadata_source", ["build", "reuse"])
+def test_drafts_give_way_before_another_row_starves(
+    local_target: Callable[..., LocalTarget], reference: PreTrainedModel, metadata_source: str
+) -> None:
+    """The last free block goes to the row that cannot run without it, not to an earlier row's drafts."""
+    address, _ = local_target(num_blocks=3, prefix_caching=False)
+    with Gateway(address) as gateway, ScriptedDrafter(address, metadata_source=metadata_source) as drafter:
+        driver = Driver(gateway, drafter)
+        prompt, plain_prompt = prompt_of(10), prompt_of(16)
+        full = prompt + greedy_reference(reference, prompt, 12)
+        drafted, plain = driver.request(prompt, 12, full=full, draft_len=7), driver.request(plain_prompt, 2)
+        driver.admit(drafted)
+        driver.admit(plain)
+        driver.step([drafted, plain])
+        result = driver.step([drafted, plain])  # its block has room for the anchor at 10 and five drafts
+        assert [row.status for row in result.rows] == [OK, OK]
+        assert (result.rows[0].num_drafted, result.rows[0].num_accepted) == (5, 5)
+        assert plain.generated == greedy_reference(reference, plain_prompt, 2)
+        assert drafted.generated == full[10:17]
+        for running in (drafted, plain):
+            gateway.release(running.request_id)
+        assert all_free(gateway)
 
 
 def test_never_grows_past_max_total_len(target_address: str, reference: PreTrainedModel) -> None:

@@ -128,6 +128,13 @@ def test_stores_are_bounded_and_keep_the_newest() -> None:
     assert [seq for seq in range(1, 10) if drafter.take_entry(seq, NO_WAIT) is not None] == [7, 9]
 
 
+def test_only_what_belongs_to_an_entry_is_kept() -> None:
+    target, drafter = channel_pair()
+    message = publish(target, 1)
+    assert drafter.deliver(replace(message, tensors={**message.tensors, "ring.more": bytes(1 << 20)}))
+    assert drafter._incoming[1].tensors == message.tensors
+
+
 def test_steps_only_go_forward_within_bounds() -> None:
     target, drafter = channel_pair()
     publish(target, 3)
