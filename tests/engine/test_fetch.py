@@ -151,6 +151,15 @@ def test_two_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(conversions) == 1
 
 
+def test_a_shipped_drafter_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "SHIPPED", tmp_path)
+    (tmp_path / "some-head").mkdir()
+    with pytest.raises(ModelError):
+        fetch_model("some-head", tmp_path / "cache")
+    (tmp_path / "some-head" / "config.json").write_text("{}")
+    assert fetch_model("some-head", tmp_path / "cache") == tmp_path / "some-head"
+
+
 def test_a_directory_is_taken_as_it_is(
     original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
