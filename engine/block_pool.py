@@ -159,15 +159,6 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every registered block (new weights, or KV that may no longer be trusted). Blocks in use stay in
-        use.
-        """
-        for block in list(self._by_hash.values()):
-            self._forget(block)
-        self._blank.extend(self._evictable)
-        self._evictable.clear()
-
     def check_integrity(self) -> None:
         """IntegrityError unless every block is exactly one of null, blank, evictable, in use, and the hash maps
         agree.

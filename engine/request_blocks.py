@@ -13,6 +13,7 @@ import torch
 
 from engine.block_pool import NULL_BLOCK, BlockHash, BlockPool
 from engine.errors import IntegrityError
+from kernels.layout import blocks_needed
 
 
 class RequestBlocks:
@@ -26,7 +27,7 @@ class RequestBlocks:
     def __init__(self, pool: BlockPool, num_seats: int, max_len: int, device: torch.device | str = "cpu") -> None:
         self.pool = pool
         self.num_seats = num_seats
-        self.max_blocks = -(-max_len // pool.block_size)
+        self.max_blocks = blocks_needed(max_len, pool.block_size)
         self.table_np = np.full((num_seats, self.max_blocks), NULL_BLOCK, dtype=np.int32)
         device = torch.device(device)
         # On the CPU the device table *is* the host twin: one memory, nothing to copy.
@@ -58,7 +59,7 @@ class RequestBlocks:
 
     def reserve(self, seat: int, length: int) -> bool:
         """Make room for `length` tokens in all. False, and nothing taken, where the pool or the table has no room."""
-        missing = -(-length // self.pool.block_size) - len(self._blocks[seat])
+        missing = blocks_needed(length, self.pool.block_size) - len(self._blocks[seat])
         if missing <= 0:
             return True
         if len(self._blocks[seat]) + missing > self.max_blocks:
@@ -75,7 +76,7 @@ class RequestBlocks:
         Where `length` ends inside a shared block, the tokens after it are written again into that block: the same
         tokens after the same prefix, hence the same KV for whoever else reads it.
         """
-        keep = -(-length // self.pool.block_size)
+        keep = blocks_needed(length, self.pool.block_size)
         blocks = self._blocks[seat]
         if keep >= len(blocks):
             return

@@ -1,13 +1,12 @@
 """Where do a model's weights come from, by name?
 
-From the safetensors files of a Hugging Face directory, one file or several under an index; from tensors already in
-memory; or from a seed. One tensor is read at a time, so that loading needs no second copy of the model.
+From the safetensors files of a Hugging Face directory, one file or several under an index; or from a seed. One tensor
+is read at a time, so that loading needs no second copy of the model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -27,18 +26,6 @@ class WeightSource(Protocol):
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor, on the CPU, in the checkpoint's dtype. ModelError when it is missing or of another shape."""
         ...
-
-
-class MemoryWeights:
-    """Tensors that are in memory already, e.g. a transformers model's state_dict."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if name not in self._tensors:
-            raise ModelError(f"weight {name} is missing")
-        return _checked(name, self._tensors[name].detach(), shape)
 
 
 class RandomWeights:

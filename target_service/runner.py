@@ -69,7 +69,7 @@ class StepRunner:
         waited = time.perf_counter()
         rows = self._reserve(step, sessions, drafts)
         if channel is not None and channel.shares_blocks:
-            self._look_ahead(step, rows)
+            self._look_ahead(step, rows, channel.end.spec.max_draft_len)
         batch = build_batch(rows, self._state, self._sessions.blocks, self._max_model_len, self._device)
         hidden_layers = channel.hidden_layers if channel is not None else ()
         started = time.perf_counter()
@@ -139,13 +139,13 @@ class StepRunner:
             blocks.trim(seat, length)
         return {seat for seat in least if seat in short and not blocks.reserve(seat, least[seat])}
 
-    def _look_ahead(self, step: StepRequest, rows: Sequence[StepRow]) -> None:
+    def _look_ahead(self, step: StepRequest, rows: Sequence[StepRow], max_draft_len: int) -> None:
         """Under `reuse` the drafter writes its drafts' KV by our tables: give each row the blocks for them where there
         are any left. Without, the row's drafts end where its blocks do.
         """
         for request, row in zip(step.rows, rows, strict=True):
             if row.session is not None and row.runs and request.draft_len:
-                length = row.session.context_len + row.query_len + request.draft_len
+                length = row.session.context_len + row.query_len + min(request.draft_len, max_draft_len)
                 self._sessions.blocks.reserve(row.session.seat, min(length, self._max_model_len))
 
     def _forward(self, batch: StepBatch, hidden_layers: tuple[int, ...]) -> ForwardOutput | None:

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.interface import AttentionMetadata
-from kernels.layout import PAD_SLOT
+from kernels.layout import PAD_SLOT, blocks_needed
 
 # Up to this many query tokens of a row are folded with the heads of a group. Measured on two cores: folding wins by up
 # to 2x at 5 tokens and loses nothing at 64; its mask is `group` times larger.
@@ -189,7 +189,7 @@ class TorchPlan:
         # The oldest position that the row's first token sees, hence any of them.
         oldest = 0 if window is None else max(0, context_len - window + 1)
         first_column = oldest // block_size
-        blocks = self._tables[row, first_column : -(-seq_len // block_size)]
+        blocks = self._tables[row, first_column : blocks_needed(seq_len, block_size)]
         first_slot = oldest - first_column * block_size
         gathered: torch.Tensor | None = blocks.to(torch.int64)
         if blocks.device.type == "cpu" and bool((blocks[1:] == blocks[:-1] + 1).all()):

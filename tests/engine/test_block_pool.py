@@ -138,17 +138,6 @@ def test_an_equal_block_that_is_registered_already_stays() -> None:
     assert not pool.is_registered(second[0])
 
 
-def test_reset_forgets_blocks_but_not_their_users() -> None:
-    pool = BlockPool(10, 2)
-    held = fill(pool, [1, 2, 3, 4])
-    pool.free(fill(pool, [5, 6, 7, 8]))
-    pool.reset_prefix_cache()
-    pool.check_integrity()
-    assert hit_tokens(pool, [1, 2, 3]) == 0
-    pool.free(held)
-    assert pool.num_free == pool.num_usable
-
-
 @pytest.mark.parametrize(
     ("num_blocks", "block_size", "shift", "message"),
     [(1, 4, 0, "num_blocks"), (4, 0, 0, "block_size"), (4, 2, -1, "shift")],
@@ -213,10 +202,6 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(request=consumes(requests))
     def finish(self, request: int) -> None:
         self.pool.free(self.live.pop(request))
-
-    @rule()
-    def reset(self) -> None:
-        self.pool.reset_prefix_cache()
 
     @invariant()
     def accounts_agree(self) -> None:

@@ -173,6 +173,16 @@ def test_drafts_give_way_before_another_row_starves(
         assert all_free(gateway)
 
 
+def test_a_draft_len_beyond_the_channels_takes_no_more_blocks(local_target: Callable[..., LocalTarget]) -> None:
+    address, _ = local_target(num_blocks=32)
+    with Gateway(address) as gateway, ScriptedDrafter(address, metadata_source="reuse") as drafter:
+        driver = Driver(gateway, drafter)
+        running = driver.request(prompt_of(20), 3, draft_len=1 << 31)
+        driver.admit(running)
+        assert driver.step([running]).capacity.free_blocks == 30  # 20 tokens and 7 drafts
+        gateway.release(running.request_id)
+
+
 def test_never_grows_past_max_total_len(target_address: str, reference: PreTrainedModel) -> None:
     with Gateway(target_address) as gateway, ScriptedDrafter(target_address) as drafter:
         driver = Driver(gateway, drafter)
