@@ -71,7 +71,8 @@ class DrafterCore:
             event = self._answer(stream, command, later_plans, slice_s)
         except OutriderError as error:
             event = self._fault(command, error)
-        if stream.stream_id in self._pending:
+        pending = self._pending.get(stream.stream_id)
+        if pending is not None and pending.plan is command:
             return False
         if event is not None:
             stream.outbox.put(event)
@@ -121,8 +122,12 @@ class DrafterCore:
         self._start_attach(stream, command.target_address)
         return None
 
-    def _attached(self, stream: GatewayStream, outcome: AttachOutcome) -> ChannelReply:
+    def _attached(self, stream: GatewayStream, outcome: AttachOutcome) -> ChannelReply | None:
         attached = outcome.attached
+        if stream.ended:  # while attaching was under way: nobody would ever give the channel back
+            if attached is not None:
+                attached.detach()
+            return None
         if attached is None:
             return ChannelReply(outcome.target_address, ok=False, detail=outcome.detail)
         spec = attached.channel.spec
@@ -154,6 +159,7 @@ class DrafterCore:
         for resident in self.residents.of_stream(stream.stream_id):
             self._drop(resident)
         self.links.drop_stream(stream.stream_id)
+        stream.ended = True
         stream.outbox.close()
         _log.info("stream %d ended; %d requests remain", stream.stream_id, len(self.residents))
 

@@ -11,6 +11,7 @@ import threading
 
 import torch
 
+from drafter_service.channels import AttachOutcome
 from drafter_service.core import DrafterCore
 from drafter_service.messages import StepRequest
 from drafter_service.streams import GatewayStream, Inboxes, StreamCommand, StreamEnded
@@ -46,15 +47,12 @@ class DeviceThread:
         while not self._inboxes.closed:
             if self._inboxes.put(stream, command, PUT_S):
                 return True
-            if stream.outbox.finished():
+            if stream.outbox.closed:
                 return False
         return False
 
-    def end_stream(self, stream: GatewayStream, broken: bool) -> None:
-        """Queue the end of a stream: after everything it sent, or, where it broke, instead of it."""
-        if broken:
-            stream.outbox.close()
-            self._inboxes.clear(stream)
+    def end_stream(self, stream: GatewayStream) -> None:
+        """Queue the end of a stream, after everything it sent."""
         self._inboxes.put(stream, StreamEnded(), None)
 
     def num_resident(self) -> int:
@@ -84,6 +82,10 @@ class DeviceThread:
         heads = self._inboxes.heads(IDLE_S)
         slice_s = ALONE_SLICE_S if len(heads) == 1 else SHARED_SLICE_S
         for stream, command in heads:
+            if stream.outbox.closed and not isinstance(command, StreamEnded | AttachOutcome):
+                # Nobody hears the answer: what the stream has waiting is not worth running, and holds up its end.
+                self._inboxes.pop(stream, command)
+                continue
             later = self._inboxes.later_plans(stream, command.channel_id) if isinstance(command, StepRequest) else 0
             if self._core.run(stream, command, later, slice_s):
                 self._inboxes.pop(stream, command)

@@ -72,17 +72,14 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             self._outboxes.pop(stream.stream_id, None)
 
     def _read_commands(self, messages: Iterator[drafter_pb2.DrafterCommand], stream: GatewayStream) -> None:
-        broken = True
         try:
             for message in messages:
                 if not self._device.submit(stream, command_from_proto(message)):
                     break
-            else:
-                broken = False
-        except grpc.RpcError as error:
-            _log.info("stream %d broke: %s", stream.stream_id, error)
+        except grpc.RpcError:
+            _log.info("stream %d broke", stream.stream_id)
         finally:
-            self._device.end_stream(stream, broken)
+            self._device.end_stream(stream)
 
 
 def add_drafter_servicer(servicer: DrafterServicer, server: grpc.Server) -> None:

@@ -66,12 +66,13 @@ class StepRunner:
         if later_plans and not pending.hurried:
             pending.hurried = True
             pending.end = min(pending.end, now + plan.deadline_ms / 1e3)
-        left = max(pending.end - now, 0.0)
-        entry = channel.take_entry(plan.seq, min(slice_s, left))
+        longest = min(slice_s, max(pending.end - now, 0.0))
+        entry = channel.take_entry(plan.seq, longest)
         waited = time.monotonic()
         wait_ms = (waited - pending.started) * 1e3
         if entry is None:
-            if waited < pending.end and channel.peer_alive():
+            # Back before its time was up: the entry was overwritten or never made, or the channel is gone for good.
+            if waited - now >= longest and waited < pending.end and channel.peer_alive():
                 return None
             return self._miss(link, plan, wait_ms)
         self._catch_up(link)

@@ -58,6 +58,11 @@ class Outbox:
                 self._changed.wait(deadline_s)
             return self._events.popleft() if self._events else None
 
+    @property
+    def closed(self) -> bool:
+        """Whether no further event can be put."""
+        return self._closed
+
     def finished(self) -> bool:
         """Whether the end is reached: closed, and everything taken."""
         with self._changed:
@@ -71,12 +76,13 @@ class Outbox:
 
 
 class GatewayStream:
-    """One Serve stream. `gateway_id` is set by the device thread, when hello came; None before."""
+    """One Serve stream. The device thread sets `gateway_id` when hello came (None before), and `ended` at its end."""
 
     def __init__(self, stream_id: int, outbox: Outbox) -> None:
         self.stream_id = stream_id
         self.outbox = outbox
         self.gateway_id: str | None = None
+        self.ended = False
 
 
 class Inboxes:
@@ -118,22 +124,13 @@ class Inboxes:
             return [(stream, waiting[0]) for stream, waiting in self._queues.items()]
 
     def pop(self, stream: GatewayStream, command: StreamCommand) -> None:
-        """Drop the stream's first command, which has been carried out (unless it was cleared away meanwhile)."""
+        """Drop the stream's first command, which is done with."""
         with self._changed:
-            waiting = self._queues.get(stream)
-            if not waiting or waiting[0] is not command:
-                return
+            waiting = self._queues[stream]
+            assert waiting[0] is command, "one thread takes"
             waiting.popleft()
             if not waiting:
                 del self._queues[stream]
-            self._changed.notify_all()
-
-    def clear(self, stream: GatewayStream) -> None:
-        """Drop the commands that the stream has waiting."""
-        with self._changed:
-            kept = [command for command in self._queues.pop(stream, ()) if isinstance(command, AttachOutcome)]
-            if kept:  # they hold a channel that somebody must give back
-                self._queues[stream] = deque(kept)
             self._changed.notify_all()
 
     def later_plans(self, stream: GatewayStream, channel_id: str) -> int:

@@ -19,7 +19,10 @@ from tests.drafter_service.fake_target import FakeTarget
 
 
 class FakeTargetService(target_pb2_grpc.TargetServiceServicer):
-    """Every Attach makes a new FakeTarget; `targets` holds them by channel id, the newest epoch each."""
+    """Every Attach makes a new FakeTarget; `targets` holds them by channel id, the newest epoch each.
+
+    attaching: cleared, an Attach waits. attach_asked: one has come.
+    """
 
     def __init__(self, decoder: Decoder, **options: Any) -> None:
         self._decoder = decoder
@@ -28,6 +31,9 @@ class FakeTargetService(target_pb2_grpc.TargetServiceServicer):
         self.targets: dict[str, FakeTarget] = {}
         self.requests: list[target_pb2.AttachRequest] = []
         self.detached: queue.Queue[tuple[str, int]] = queue.Queue()
+        self.attaching = threading.Event()
+        self.attaching.set()
+        self.attach_asked = threading.Event()
         self._pool = ThreadPoolExecutor(8)
         self._server = grpc.server(self._pool)
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, self._server)
@@ -42,6 +48,8 @@ class FakeTargetService(target_pb2_grpc.TargetServiceServicer):
 
     def Attach(self, request: target_pb2.AttachRequest, context: grpc.ServicerContext) -> target_pb2.AttachReply:
         self.requests.append(request)
+        self.attach_asked.set()
+        assert self.attaching.wait(10)
         kind = choose_kind(request.kinds, request.host_id)
         channel_id = f"fake/{request.drafter_id}"
         old = self.targets.pop(channel_id, None)

@@ -251,3 +251,16 @@ def test_health_and_reflection(start_drafter: Callable[..., DrafterServer]) -> N
         listed = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(asked), timeout=5))
         names = {item.name for item in listed.list_services_response.service}
     assert "outrider.v1.DrafterService" in names
+
+
+def test_a_channel_that_comes_after_its_stream_has_ended_is_given_back(
+    service: FakeTargetService, start_drafter: Callable[..., DrafterServer], connect: Callable[..., Gateway]
+) -> None:
+    gateway = connect(start_drafter(method="ngram").address)
+    service.attaching.clear()
+    gateway.send(open=drafter_pb2.OpenChannel(target_address=service.address))
+    assert service.attach_asked.wait(10)
+    gateway.close()
+    assert gateway.ended()
+    service.attaching.set()
+    assert service.detached.get(timeout=10)[1] == 1

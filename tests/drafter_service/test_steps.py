@@ -142,3 +142,15 @@ def test_a_nonsense_entry_is_a_missed_step(make_harness: MakeHarness, eagle3: Ea
     report = harness.follow(plan_of(harness, seq))  # two rows planned, one in the entry
     assert report.missed
     eagle3.check_integrity()
+
+
+def test_an_entry_that_is_overwritten_already_is_not_waited_for(make_harness: MakeHarness) -> None:
+    harness = make_harness(NgramSpeculator(1, 3, 7))
+    request = harness.add("r", prompt_of(6, 1))
+    plan = plan_of(harness, 1)
+    for _ in range(harness.target.spec.depth + 1):
+        harness.target.step(harness.target.plan_rows([request], 64))
+    pending = harness.runner.begin(plan)
+    report = harness.runner.try_step(harness.link, pending, later_plans=0, slice_s=0.02)
+    assert report is not None
+    assert report.missed
