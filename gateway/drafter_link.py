@@ -5,7 +5,8 @@ the two has restarted or the channel has let them down. Nobody ever waits for it
 loop plans without a drafter. Its loss is told once, and what the drafter held is then forgotten.
 
 A drafter that is late once is told of every step still, so that it has no hole, but no drafts are asked for until it
-has caught up; after each miss in a row a little later.
+has caught up; after each miss in a row a little later. It answers in the order in which it is told, so the answer to
+the newest thing told shows that it has.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gateway.messages import (
 _log = logging.getLogger(__name__)
 
 HANG_S = 10.0  # a drafter that says nothing for so long when it should is reconnected to
-MAX_PAUSE_S = 10.0  # before drafts are asked for again
+MAX_PAUSE_S = 10.0  # before drafts, or a channel that was refused, are asked for again
 CALM_STEPS = 50  # steps without a miss after which an earlier miss is forgiven
 
 
@@ -89,7 +90,9 @@ class DrafterLink:
         self._steps_since_miss = 0
         self._lagging = False
         self._resume_at = 0.0
-        self._last_sent = 0
+        self._refusals = 0
+        self._last_sent = 0  # steps of this channel
+        self._last_followed = 0
 
     @property
     def state(self) -> LinkState:
@@ -129,6 +132,7 @@ class DrafterLink:
     def target_up(self, instance_id: str) -> None:
         """The target is connected; a channel of an older instance is worthless."""
         self._target_instance = instance_id
+        self._refusals = 0
         if self.info is not None:
             self._open()
 
@@ -199,6 +203,7 @@ class DrafterLink:
             case Admitted():
                 if self._resident.get(event.request_id) == event.epoch:
                     self._on_admitted(event)
+                    self._see_how_far()
             case DrafterInfo():
                 self.info = event
                 if self._target_instance is None:
@@ -230,13 +235,20 @@ class DrafterLink:
         self._on_report(report)
         if report.missed:  # it has a hole, or the channel carries nothing any more
             self._reopen_later("it missed a step")
-        elif self._lagging:
-            if report.seq + 1 >= self._last_sent:
-                self._lagging = False
-                self._cancel_timer()
-                self.detail = ""
-            else:
-                self._set_timer(HANG_S, self._give_up)
+        else:
+            self._last_followed = report.seq
+            self._see_how_far()
+
+    def _see_how_far(self) -> None:
+        """It has answered: it is caught up, or given more time."""
+        if not self._lagging:
+            return
+        if self._last_followed + 1 >= self._last_sent:
+            self._lagging = False
+            self._cancel_timer()
+            self.detail = ""
+        else:
+            self._set_timer(HANG_S, self._give_up)
 
     def _reopen_later(self, reason: str) -> None:
         pause = self._count_miss(reason)
@@ -256,6 +268,7 @@ class DrafterLink:
             self._state = LinkState.READY
             self.was_ready = True
             self.detail = ""
+            self._refusals = self._last_sent = self._last_followed = 0
             _log.info("drafting with %s over %s", self.address, event.kind)
             self._on_ready()
             return
@@ -264,7 +277,9 @@ class DrafterLink:
         if detail != self.detail:
             _log.warning("drafter %s opened no channel: %s", self.address, detail)
         self.detail = detail
-        self._set_timer(self._reconnect_max_s, self._open)
+        pause = min(self._reconnect_max_s * 2.0 ** min(self._refusals, 16), MAX_PAUSE_S)
+        self._refusals += 1
+        self._set_timer(pause, self._open)
 
     def _close_channel(self, state: LinkState, detail: str) -> None:
         """No plan names the channel from here on, and the drafter is told to drop what it holds for us."""
@@ -284,6 +299,7 @@ class DrafterLink:
         """The stream is over."""
         self._stream = None
         self.info = None
+        self._refusals = 0
         self._resident.clear()
         self._close_channel(LinkState.CONNECTING, reason)
         self.detail = reason

@@ -248,7 +248,6 @@ class TargetLoop:
         flight = self._flight
         if flight is None or result.seq != flight.plan.seq or len(result.verdicts) != len(flight.rows):
             raise BadEvent(f"step {result.seq} is not the one under way, or its rows are not those planned")
-        self._flight = None
         self._capacity = result.capacity
         self._verdict_at = now = time.monotonic()
         self._metrics.observe_step(result, len(flight.rows), now - flight.sent_at)
@@ -275,6 +274,7 @@ class TargetLoop:
                 stream = request.stream()
                 if stream is not None:
                     stream.put(delta)
+        self._flight = None  # only now: a verdict that makes no sense is a fault of the rows that were under way
         if starved:
             self._relieve(starved, ran, now)
         # Last: a miss closes the channel, and what waited for the drafter then goes on at once.
@@ -319,9 +319,6 @@ class TargetLoop:
         request.cached_len = request.placed_len - 1
         request.context_len = 0
         request.target_answered = False
-        if not request.started:
-            request.started = True
-            self._metrics.queue_time.observe(now - request.submitted_at)
         stream.admit(request.placement("", mid_stream=False))
         self.bonds.ask(request, mid_stream=False)
 
@@ -337,6 +334,9 @@ class TargetLoop:
             return
         request.phase = Phase.RUNNING
         request.context_len = request.cached_len
+        if not request.started:
+            request.started = True
+            self._metrics.queue_time.observe(request.placed_at - request.submitted_at)
         if request.first_cached_len is None:
             request.first_cached_len = request.cached_len
             self._metrics.prompt_tokens.inc(request.prompt_len)

@@ -129,6 +129,8 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
         self.step_s = 0.0
         self.cached_len = 0
         self.poison: set[int] = set()  # a row holding one of these tokens makes its step fail
+        self.garbled: set[int] = set()  # a row holding one of these tokens gets a verdict that cannot be
+        self.seats_of_others = 0  # held by another gateway
         self.resident: dict[str, Resident] = {}
         self.channels: dict[str, Channel] = {}
         self.channel_epoch = 0
@@ -236,7 +238,7 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
             self.violations.append(f"{admit.request_id} admitted twice")
         if admit.max_total_len <= len(admit.token_ids) or admit.max_total_len > self.max_model_len:
             self.violations.append(f"{admit.request_id}: max_total_len {admit.max_total_len}")
-        if len(self.resident) >= self.num_seats:
+        if len(self.resident) >= self.num_seats - self.seats_of_others:
             reply.status = common_pb2.ADMIT_STATUS_NO_SEAT
             reply.capacity.CopyFrom(self.capacity())
             return reply
@@ -348,6 +350,8 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
                 for token in result.token_ids:
                     result.logprobs.add(logprob=-float(token), top_ids=[token], top_logprobs=[-float(token)])
         result.context_len = resident.context_len
+        if self.garbled & set(resident.tokens):
+            result.num_accepted += 1
         return result
 
     def _check_row(self, row: common_pb2.RowPlan, resident: Resident) -> None:
@@ -387,6 +391,9 @@ class FakeDrafter(FakeServer, drafter_pb2_grpc.DrafterServiceServicer):
         self.num_seats = num_seats
         self.cached_len = 1 << 20
         self.delay_s = 0.0
+        self.admit_s = 0.0
+        self.refusal = ""  # why no channel can be opened
+        self.num_opened = 0
         self.lose: set[str] = set()  # these turn cold at the next step
         self.state: dict[str, DrafterState] = {}
         self.channel: Channel | None = None
@@ -435,6 +442,7 @@ class FakeDrafter(FakeServer, drafter_pb2_grpc.DrafterServiceServicer):
             case "open":
                 return await self._open(command.open.target_address)
             case "admit":
+                await asyncio.sleep(self.admit_s)
                 return drafter_pb2.DrafterEvent(admitted=self._admit(command.admit, owner))
             case "plan":
                 await self.go.wait()
@@ -453,8 +461,9 @@ class FakeDrafter(FakeServer, drafter_pb2_grpc.DrafterServiceServicer):
     async def _open(self, address: str) -> drafter_pb2.DrafterEvent:
         target = self.targets.get(address)
         opened = drafter_pb2.ChannelOpened(target_address=address)
-        if target is None or target._server is None:
-            opened.detail = "no target there"
+        self.num_opened += 1
+        if target is None or target._server is None or self.refusal:
+            opened.detail = self.refusal or "no target there"
         else:
             self.channel = await target.attach("toy")
             opened.ok = True

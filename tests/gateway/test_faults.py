@@ -142,6 +142,25 @@ async def test_a_request_that_kills_the_target_each_time_is_given_up(make_stack:
         await asyncio.wait_for(read(stream), 5)
 
 
+async def test_a_request_whose_verdicts_make_no_sense_is_given_up(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    stack.target.step_s = 0.005
+    tasks = await start(stack, 2, 60)
+    stack.target.garbled = {96}
+    with pytest.raises(StepFailed):
+        await asyncio.wait_for(stack.run(generation((96,), 10)), 5)
+    await check(tasks, 60)
+
+
+async def test_seats_that_another_gateway_keeps_are_not_waited_for_for_ever(make_stack: MakeStack) -> None:
+    stack = await make_stack(queue_timeout_s=0.3)
+    stack.target.seats_of_others = stack.target.num_seats
+    with pytest.raises(GenerationTimeout):
+        await asyncio.wait_for(stack.run(generation()), 5)
+    stack.target.seats_of_others = 0
+    assert tokens_of(await stack.run(generation())) == continuation((1, 2, 3), 20)
+
+
 # The drafter.
 
 
@@ -225,6 +244,33 @@ async def test_a_request_that_comes_while_the_drafter_hangs_starts_without_it(ma
     late = asyncio.create_task(stack.run(generation((50, 51), 10)))
     assert tokens_of(await asyncio.wait_for(late, 3)) == continuation((50, 51), 10)
     await check(tasks, 40)
+
+
+async def test_a_drafter_that_answers_an_admission_late_is_asked_again(make_stack: MakeStack) -> None:
+    stack = await make_stack(step_deadline_ms=50)
+    stack.target.step_s = 0.01
+    stack.drafter.admit_s = 0.15
+    task = asyncio.create_task(stack.run(generation((5, 6), 120)))
+    await eventually(lambda: len(stack.drafter.admitted) == 1)
+    stack.drafter.admit_s = 0.0
+    await eventually(lambda: stack.drafter.num_drafted > 0, 1.5)
+    assert tokens_of(await task) == continuation((5, 6), 120)
+    assert stack.drafter.num_opened == 1
+
+
+async def test_a_channel_that_is_refused_is_asked_for_less_and_less_often(make_stack: MakeStack) -> None:
+    stack = await make_stack()
+    stack.drafter.refusal = "vocab_size: another model"
+    await stack.target.kill()
+    await stack.target.start()
+    await eventually(lambda: stack.service("target") == "serving")
+    await asyncio.sleep(1.0)
+    assert stack.drafter.num_opened <= 8
+    assert "another model" in stack.dispatcher.status().services[1].detail
+    stack.drafter.refusal = ""
+    await stack.target.kill()
+    await stack.target.start()
+    await eventually(lambda: stack.service("drafter") == "serving")
 
 
 async def test_a_slow_drafter_changes_no_token(make_stack: MakeStack) -> None:
