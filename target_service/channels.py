@@ -19,9 +19,8 @@ import torch
 from engine.channel.bytes import BytesTargetEnd
 from engine.channel.description import ChannelDescription
 from engine.channel.host import host_id
-from engine.channel.interface import ChannelSpec
+from engine.channel.interface import ChannelSpec, TargetChannel
 from engine.channel.opening import choose_kind, describe, open_target_channel
-from engine.channel.shm import ShmTargetChannel
 from engine.errors import CapacityError, ChannelError, InvalidRequest
 from target_service.batch import StepBatch
 
@@ -82,7 +81,7 @@ class OpenChannel:
     shares_blocks: the drafter mirrors our block tables (`metadata_source: reuse`).
     """
 
-    end: ShmTargetChannel | BytesTargetEnd
+    end: TargetChannel
     drafter_id: str
     hidden_layers: tuple[int, ...]
     shares_blocks: bool

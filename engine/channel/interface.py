@@ -120,6 +120,11 @@ class TargetChannel(Protocol):
         """
         ...
 
+    @property
+    def closed(self) -> bool:
+        """Whether the channel has ended: `close` was called, or its transport broke."""
+        ...
+
     def close(self) -> None:
         """Free the memory and release whoever waits on either end (state = CLOSED). Idempotent.
 
