@@ -41,6 +41,8 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A restarted target is to be found at once, not after the growing pauses of a shared connection.
     ("grpc.use_local_subchannel_pool", 1),
+    # A proxy in the environment is for the world outside, not for the services of one deployment.
+    ("grpc.enable_http_proxy", 0),
 )
 
 

@@ -12,6 +12,8 @@ import sys
 # and more at the slow end (measured with 1.85); where a version knows the names no more they change nothing.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
+import prometheus_client
+
 from gateway.app import GatewayApp, load_served
 from gateway.config import load_config
 from gateway.errors import ConfigError
@@ -25,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", help="model directory; overrides the file's `model:`")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # They are a second series for each counter, and tell nobody anything.
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         loaded = load_config(options.config, options.model)
         app = GatewayApp(loaded.gateway, load_served(loaded, model_directory(loaded.model)))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import openai
@@ -63,8 +64,14 @@ def connect(url: str) -> openai.AsyncOpenAI:
         import openai
     except ImportError as error:
         raise ClientMissing("this needs the openai package: pip install 'outrider[quickstart]'") from error
+    # A proxy of the user's is not for this machine's own gateway.
+    http_client = openai.DefaultAsyncHttpxClient(trust_env=False) if urlsplit(url).hostname in LOOPBACK else None
     return openai.AsyncOpenAI(
-        base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
+        base_url=f"{url.rstrip('/')}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=REQUEST_TIMEOUT_S,
+        http_client=http_client,
     )
 
 

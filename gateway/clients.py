@@ -32,6 +32,8 @@ _CHANNEL_OPTIONS = (
     # A pool of its own: the shared one remembers the back-off of a dead server's address, and a restarted service
     # would be noticed only when that has passed.
     ("grpc.use_local_subchannel_pool", 1),
+    # A proxy in the environment is for the world outside, not for the services of one deployment.
+    ("grpc.enable_http_proxy", 0),
     # Within one attempt: a service that comes up is found in a moment, not after gRPC's own second and more.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),

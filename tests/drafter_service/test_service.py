@@ -169,6 +169,19 @@ def test_a_channel_opened_anew_replaces_the_old_one(
     assert not gateway.plan(target, 2).missed
 
 
+def test_a_target_is_not_looked_for_behind_a_proxy(
+    service: FakeTargetService,
+    start_drafter: Callable[..., DrafterServer],
+    connect: Callable[..., Gateway],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway = connect(start_drafter(method="ngram", attach_timeout_s=5.0).address)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    opened = gateway.open(service.address)
+    assert opened.ok, opened.detail
+
+
 def test_what_cannot_be_opened_says_why(
     service: FakeTargetService, start_drafter: Callable[..., DrafterServer], connect: Callable[..., Gateway]
 ) -> None:

@@ -40,6 +40,19 @@ async def test_it_says_why_it_ended(free_port: int) -> None:
         await target.kill()
 
 
+async def test_services_are_not_looked_for_behind_a_proxy(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    target = FakeTarget(free_port)
+    await target.start()
+    try:
+        stream, task, _ = await talk(target)
+        stream.close("enough")
+        await asyncio.wait_for(task, 5)
+    finally:
+        await target.kill()
+
+
 async def test_a_cancelled_conversation_is_cancelled_even_when_it_is_closed_at_the_same_time(free_port: int) -> None:
     """Or its owner, told to stop, would go on and connect again."""
     target = FakeTarget(free_port)

@@ -58,7 +58,9 @@ async def test_both_faces_serve_and_sigterm_drains(
             answer = (await http.post("/v1/completions", json=body)).json()
             assert answer["model"] == "tiny"
             assert answer["usage"]["completion_tokens"] == 12
-            assert "outrider_generated_tokens_total 12.0" in (await http.get("/metrics")).text
+            metrics = (await http.get("/metrics")).text
+            assert "outrider_generated_tokens_total 12.0" in metrics
+            assert "_created" not in metrics
 
             target.step_s = 0.02
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)

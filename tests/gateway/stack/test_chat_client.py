@@ -46,6 +46,16 @@ async def test_follows_an_answer(dispatcher: fakes.FakeDispatcher) -> None:
     assert dispatcher.submitted[0].sampling.temperature == 0
 
 
+async def test_our_own_machine_is_not_looked_for_behind_a_proxy(
+    dispatcher: fakes.FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with serving(dispatcher) as url, connect(url) as client:
+        assert await served_model(client) == fakes.MODEL
+
+
 async def test_errors_are_for_a_person(dispatcher: fakes.FakeDispatcher) -> None:
     dispatcher.error = InvalidGeneration("max_tokens", "is too many")
     conversation = Conversation("", None, None, None, 0.0)
