@@ -25,6 +25,7 @@ from gateway.errors import ConfigError
 from gateway.generation import Generation
 from gateway.metrics import GatewayMetrics
 from gateway.rest.app import create_app
+from gateway.rest.connections import HeadDeadlineProtocol
 from gateway.rest.served import ServedModel
 from gateway.servicer import GrpcFace
 from gateway.text.errors import TextError
@@ -37,11 +38,11 @@ FACES_STOP_S = 2.0  # for connections to close after everything on them has ende
 
 
 def version() -> str:
-    """Outrider's version; "0" in a bare checkout that is not installed."""
+    """Outrider's version, in a bare checkout the same words as `outrider version`."""
     try:
         return importlib.metadata.version("outrider")
     except importlib.metadata.PackageNotFoundError:
-        return "0"
+        return "0.0.0+uninstalled"
 
 
 def load_served(loaded: LoadedConfig, directory: Path) -> ServedModel:
@@ -151,6 +152,8 @@ class GatewayApp:
         return _RestServer(
             uvicorn.Config(
                 app,
+                http=HeadDeadlineProtocol,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -56,7 +56,7 @@ class GatewayConfig(BaseModel):
     does not read is taken for lost. reconnect_min_s, reconnect_max_s: pauses between attempts to reach a service.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rest: AddressText = "127.0.0.1:8000"
     grpc: AddressText = "127.0.0.1:50050"

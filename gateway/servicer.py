@@ -10,33 +10,38 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, get_args
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gateway.checks import MAX_REQUEST_ID_LEN
 from gateway.dispatcher import Dispatcher
 from gateway.error_map import Problem, describe
 from gateway.errors import GatewayError, InvalidGeneration
 from gateway.generation import Delta, Generation, SamplingOptions
 from gateway.rest.problems import ApiError
+from gateway.rest.schemas import MAX_MESSAGES, Role, template_role
 from protos import gateway_pb2, gateway_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name
 HEALTH_POLL_S = 0.2
+ROLES: tuple[str, ...] = get_args(Role)
 
 
 class PromptEncoder(Protocol):
-    """How a prompt becomes token ids; see `gateway.rest.served.ServedModel`. Both raise ApiError naming the field."""
+    """How a prompt becomes token ids; see `gateway.rest.served.ServedModel`. Both raise InvalidGeneration naming
+    `field`.
+    """
 
     async def encode(self, text: str, field: str, *, add_special_tokens: bool) -> tuple[int, ...]: ...
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, field: str
     ) -> tuple[int, ...]: ...
 
 
@@ -55,6 +60,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
         with_logprobs = request.HasField("logprobs")
         try:
+            if len(request_id) > MAX_REQUEST_ID_LEN:  # it is in every response
+                raise InvalidGeneration("request_id", f"must have at most {MAX_REQUEST_ID_LEN} characters")
             generation = await self._generation(request)
             async with await self._dispatcher.submit(generation) as deltas:
                 async for delta in deltas:
@@ -87,10 +94,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             case "prompt":
                 token_ids = await self._encoder.encode(request.prompt, "prompt", add_special_tokens=True)
             case "chat":
-                messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-                if not messages:
-                    raise InvalidGeneration("chat", "must have at least one message")
-                token_ids = await self._encoder.encode_chat(messages, None)
+                token_ids = await self._encoder.encode_chat(_conversation(request.chat), None, "chat")
             case "token_ids":
                 token_ids = tuple(request.token_ids.ids)
             case _:
@@ -106,6 +110,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             draft_len=request.draft_len if request.HasField("draft_len") else None,
             input_field=field,
         )
+
+
+def _conversation(chat: gateway_pb2.ChatMessages) -> list[dict[str, str]]:
+    """As chat templates take it. Raises InvalidGeneration."""
+    if not 1 <= len(chat.messages) <= MAX_MESSAGES:
+        raise InvalidGeneration("chat", f"must have at least one message and at most {MAX_MESSAGES}")
+    for index, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise InvalidGeneration(f"chat.messages[{index}].role", f"must be one of {', '.join(ROLES)}")
+    return [{"role": template_role(message.role), "content": message.content} for message in chat.messages]
 
 
 def _sampling(request: gateway_pb2.GenerateRequest) -> SamplingOptions:

@@ -19,7 +19,7 @@ from gateway.rest.answers import (
 from gateway.rest.generations import build_generations, check_shared
 from gateway.rest.problems import invalid
 from gateway.rest.running import Event
-from gateway.rest.schemas import ChatCompletionRequest
+from gateway.rest.schemas import ChatCompletionRequest, template_role
 from gateway.rest.served import ServedModel
 from gateway.rest.spans import SpanWriter
 from gateway.text.tokenizer import Tokenizer
@@ -118,8 +118,7 @@ async def prepare(request: ChatCompletionRequest, served: ServedModel) -> tuple[
             raise invalid("max_completion_tokens", "differs from max_tokens, its older name")
         max_tokens = request.max_completion_tokens
     messages = [
-        # "developer" is OpenAI's newer word; templates know "system".
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+        {"role": template_role(message.role), "content": message.content}
         | ({} if message.name is None else {"name": message.name})
         for message in request.messages
     ]

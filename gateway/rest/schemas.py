@@ -234,10 +234,18 @@ class CompletionRequest(GenerationRequest):
         return super().unsupported_fields() | {"echo", "suffix"}
 
 
+Role = Literal["system", "developer", "user", "assistant"]
+
+
+def template_role(role: str) -> str:
+    """The word that chat templates know for `role`: "developer" is OpenAI's newer one for "system"."""
+    return "system" if role == "developer" else role
+
+
 class ChatMessage(Schema):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: Content
     name: str | None = Field(None, max_length=256)
     # An assistant's answer may be sent back as it came.

@@ -28,7 +28,12 @@ MAX_SHOWN = 80
 
 
 async def read_body(request: Request, max_bytes: int, deadline_s: float) -> bytes:
-    """The whole body. Raises ApiError: 413 as soon as it is longer than `max_bytes`, 408 when it takes too long."""
+    """The whole body. Raises ApiError: 413 as soon as it is longer than `max_bytes`, or says that it will be;
+    408 when it takes too long.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:MAX_NUMBER_CHARACTERS]) > max_bytes:
+        raise too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
     try:

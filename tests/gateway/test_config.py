@@ -38,6 +38,8 @@ def test_the_override_says_where_and_the_file_how_it_is_called(tmp_path: Path) -
         ("model: m\ngateway: {rest: nowhere}", "gateway.rest"),
         ("model: m\ngateway: {target: 'h:99999'}", "gateway.target"),
         ("model: m\ngateway: {queue_timeout_s: 0}", "gateway.queue_timeout_s"),
+        ("model: m\ngateway: {queue_timeout_s: .inf}", "gateway.queue_timeout_s"),
+        ("model: m\ngateway: {target_wait_s: .nan}", "gateway.target_wait_s"),
         ("model: m\ngateway: {reconnect_min_s: 5}", "gateway.reconnect_min_s"),
         ("model: m\ngateway: 3", "gateway"),
         ("gateway: {}", "model"),

@@ -31,11 +31,10 @@ class Encoder:
         return tuple(ord(character) % 90 + 1 for character in text)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, field: str
     ) -> tuple[int, ...]:
-        return await self.encode(
-            "".join(message["content"] for message in messages), "messages", add_special_tokens=False
-        )
+        assert {message["role"] for message in messages} <= {"system", "user", "assistant"}
+        return await self.encode("".join(message["content"] for message in messages), field, add_special_tokens=False)
 
 
 @asynccontextmanager
@@ -79,12 +78,26 @@ async def test_a_stream_of_everything(make_stack: MakeStack, reserve_port: type[
         assert not any(response.finish_reason or response.HasField("usage") for response in responses[:-1])
 
 
+def said(role: str, content: str, empty: int = 1) -> gateway_pb2.ChatMessages:
+    """A message after `empty` developer messages without words."""
+    message = gateway_pb2.ChatMessage
+    return gateway_pb2.ChatMessages(
+        messages=[message(role="developer")] * empty + [message(role=role, content=content)]
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({}, "input"),
         ({"prompt": ""}, "prompt"),
         ({"chat": gateway_pb2.ChatMessages()}, "chat"),
+        ({"chat": said("user", "")}, "chat: "),
+        ({"chat": said("user", "a" * 300)}, "chat: "),
+        ({"chat": said("wizard", "a")}, "chat.messages[1].role"),
+        ({"chat": said("", "a")}, "chat.messages[1].role"),
+        ({"chat": said("user", "", 5000)}, "chat: "),
+        ({"prompt": "a", "request_id": "x" * 257}, "request_id"),
         ({"token_ids": gateway_pb2.TokenIds()}, "token_ids"),
         ({"token_ids": gateway_pb2.TokenIds(ids=[97])}, "token_ids"),
         ({"prompt": "a", "temperature": -1.0}, "temperature"),

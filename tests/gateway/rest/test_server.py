@@ -14,15 +14,22 @@ import uvicorn
 from starlette.types import Message
 
 from gateway.errors import InvalidGeneration, QueueFull, TargetUnavailable
+from gateway.rest.connections import HeadDeadlineProtocol
 from gateway.rest.sse import EventStream
 from tests.gateway.rest import fakes
 from tests.gateway.text import tiny_tokenizers
 
 
+class _Hurried(HeadDeadlineProtocol):
+    head_deadline_s = 0.3
+
+
 @contextlib.asynccontextmanager
 async def serving(dispatcher: fakes.FakeDispatcher) -> AsyncIterator[str]:
     """The application on a port of its own; yields its URL."""
-    config = uvicorn.Config(fakes.make_app(dispatcher), log_level="warning", lifespan="off", ws="none")
+    config = uvicorn.Config(
+        fakes.make_app(dispatcher), http=_Hurried, log_level="warning", lifespan="off", ws="none", timeout_keep_alive=60
+    )
     server = uvicorn.Server(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -202,3 +209,31 @@ async def test_a_client_that_leaves_in_its_own_request_is_no_fault_of_ours(
     async with httpx.AsyncClient(timeout=10) as http:
         assert (await http.get(f"{url}/health")).status_code == 200
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+WHOLE_HEAD = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHo", WHOLE_HEAD + b"GET /v1", WHOLE_HEAD * 2 + b"G"]
+)
+async def test_a_head_that_does_not_come_is_not_waited_for(url: str, sent: bytes) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for start in range(0, len(sent), len(WHOLE_HEAD)):
+        writer.write(sent[start : start + len(WHOLE_HEAD)])
+        await writer.drain()
+        if sent[start:].startswith(WHOLE_HEAD):  # answered before more is sent: nothing is pipelined
+            await reader.readuntil(b"]}")
+    assert await asyncio.wait_for(reader.read(), 10) == b""  # closed, long before the pause between requests is over
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_long_answer_outlives_the_deadline_of_its_head(url: str, dispatcher: fakes.FakeDispatcher) -> None:
+    dispatcher.never_ends = True
+    async with httpx.AsyncClient(timeout=10) as http:
+        async with http.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+            with pytest.raises(asyncio.TimeoutError):
+                async with asyncio.timeout(3 * _Hurried.head_deadline_s):
+                    await answer.aread()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -211,6 +212,21 @@ async def test_a_long_body_is_not_read_to_its_end(http: httpx.AsyncClient) -> No
     error = await refused(http, TEXT, json.dumps({"prompt": "a" * 99_000}))
     assert error["param"] == "prompt"
     assert "cannot fit" in error["message"]
+
+
+async def test_a_body_that_says_it_is_too_long_is_not_read(http: httpx.AsyncClient) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b"{"
+
+    for length, status in [("100001", 413), ("9" * 30, 413), ("1", 400)]:
+        answer = await http.post(TEXT, content=body(), headers={"Content-Length": length})
+        assert answer.status_code == status
+        assert answer.json()["error"]["param"] == "body"
+
+
+async def test_too_many_prompts_are_not_the_fault_of_n(http: httpx.AsyncClient) -> None:
+    assert (await refused(http, TEXT, json.dumps({"prompt": ["a"] * 129})))["param"] == "prompt"
+    assert (await refused(http, TEXT, json.dumps({"prompt": ["a"] * 65, "n": 2})))["param"] == "n"
 
 
 @pytest.mark.parametrize(
