@@ -1,0 +1,22 @@
+"""Where do these tests run? On the GPU, or under the interpreter, which must be chosen before Triton is first imported.
+
+Without a GPU and with Triton imported already (transformers does), nothing here can run in this process: the folder is
+left out, and `tests/kernels/test_triton_interpreted.py` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import torch
+
+collect_ignore_glob: list[str] = []
+if find_spec("triton") is None:
+    collect_ignore_glob.append("test_*.py")
+elif not torch.cuda.is_available():
+    if "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        collect_ignore_glob.append("test_*.py")
