@@ -14,7 +14,9 @@ import grpc
 
 from drafter_service.codec import command_from_proto, event_to_proto
 from drafter_service.device_thread import DeviceThread
-from drafter_service.streams import GatewayStream, Outbox
+from drafter_service.messages import Event
+from drafter_service.streams import GatewayStream
+from engine.outbox import Outbox
 from protos import drafter_pb2, drafter_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._device = device
         self._event_queue = event_queue
         self._stream_ids = itertools.count(1)
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, Outbox[Event]] = {}
         self._lock = threading.Lock()
         self._closing = False
 

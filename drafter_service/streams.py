@@ -1,8 +1,7 @@
-"""How do commands reach the device thread and events leave it, without one gateway holding up another?
+"""How do commands reach the device thread, without one gateway holding up another?
 
-Each Serve stream has a bounded inbox and a bounded outbox. The device thread looks at the heads of all inboxes in turn,
-so that a stream whose step is not ready yet does not stop the others. A gateway that sends too much is slowed down, one
-that does not read its events loses its stream.
+Each Serve stream has a bounded inbox. The device thread looks at the heads of all inboxes in turn, so that a stream
+whose step is not ready yet does not stop the others. A gateway that sends too much is slowed down.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from drafter_service.channels import AttachOutcome
 from drafter_service.messages import Command, Event, StepRequest
+from engine.outbox import Outbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,60 +24,10 @@ class StreamEnded:
 StreamCommand = Command | AttachOutcome | StreamEnded
 
 
-class Outbox:
-    """A bounded queue of events with an end. Safe between threads. on_overflow: called once when it has overflowed."""
-
-    def __init__(self, max_len: int, on_overflow: Callable[[], object] = lambda: None) -> None:
-        self._max_len = max_len
-        self._on_overflow = on_overflow
-        self._events: deque[Event] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def put(self, event: Event) -> bool:
-        """Queue an event. False when it was dropped: closed, or full (which closes it)."""
-        with self._changed:
-            if self._closed:
-                return False
-            overflow = len(self._events) >= self._max_len
-            if overflow:
-                self._closed = True
-                self._events.clear()
-            else:
-                self._events.append(event)
-            self._changed.notify_all()
-        if overflow:
-            self._on_overflow()
-        return not overflow
-
-    def take(self, deadline_s: float) -> Event | None:
-        """The next event, or None when there is none within the deadline, or none will come any more."""
-        with self._changed:
-            if not self._events and not self._closed:
-                self._changed.wait(deadline_s)
-            return self._events.popleft() if self._events else None
-
-    @property
-    def closed(self) -> bool:
-        """Whether no further event can be put."""
-        return self._closed
-
-    def finished(self) -> bool:
-        """Whether the end is reached: closed, and everything taken."""
-        with self._changed:
-            return self._closed and not self._events
-
-    def close(self) -> None:
-        """No more events; those queued can still be taken. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
 class GatewayStream:
     """One Serve stream. The device thread sets `gateway_id` when hello came (None before), and `ended` at its end."""
 
-    def __init__(self, stream_id: int, outbox: Outbox) -> None:
+    def __init__(self, stream_id: int, outbox: Outbox[Event]) -> None:
         self.stream_id = stream_id
         self.outbox = outbox
         self.gateway_id: str | None = None

@@ -15,6 +15,7 @@ import grpc
 
 from engine.channel.bytes import BytesTargetEnd
 from engine.errors import ChannelError, InvalidRequest, OutriderError
+from engine.outbox import Outbox
 from protos import target_pb2, target_pb2_grpc
 from target_service.channels import TargetChannels
 from target_service.codec import (
@@ -26,7 +27,8 @@ from target_service.codec import (
     ring_entry_to_proto,
 )
 from target_service.device_thread import DeviceThread
-from target_service.streams import GatewayStream, Outbox
+from target_service.messages import Event
+from target_service.streams import GatewayStream
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._channels = channels
         self._event_queue = event_queue
         self._stream_ids = itertools.count(1)
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, Outbox[Event]] = {}
         self._lock = threading.Lock()
         self._closing = False
 

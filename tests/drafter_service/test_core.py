@@ -13,9 +13,10 @@ from drafter_service.core import DrafterCore
 from drafter_service.device_thread import DeviceThread
 from drafter_service.messages import Admission, Hello, RowRequest, ServiceInfo, StepRequest
 from drafter_service.ngram import NgramSpeculator
-from drafter_service.streams import GatewayStream, Inboxes, Outbox, StreamEnded
+from drafter_service.streams import GatewayStream, Inboxes, StreamEnded
 from engine.channel.opening import attach_drafter_channel, describe
 from engine.decoder import Decoder
+from engine.outbox import Outbox
 from tests.drafter_service.fake_target import FakeTarget
 
 MakeTarget = Callable[[], FakeTarget]
@@ -51,7 +52,7 @@ def attached(target: FakeTarget, address: str, detached: list[str]) -> AttachedC
 
 
 def greeted(core: DrafterCore, stream_id: int = 1) -> GatewayStream:
-    stream = GatewayStream(stream_id, Outbox(16))
+    stream = GatewayStream(stream_id, Outbox(16, on_overflow=lambda: None))
     core.run(stream, Hello("gateway"), 0, 0.0)
     return stream
 
@@ -93,7 +94,7 @@ def test_what_a_broken_stream_has_waiting_is_not_carried_out(make_target: MakeTa
     target = make_target()
     core, inboxes, detached = make_core(), Inboxes(16), list[str]()
     device = DeviceThread(core, inboxes, None)
-    stream = GatewayStream(1, Outbox(16))
+    stream = GatewayStream(1, Outbox(16, on_overflow=lambda: None))
     gone = threading.Event()
     channel = attached(target, "a:1", detached)
     device.start()

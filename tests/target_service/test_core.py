@@ -17,9 +17,8 @@ from engine.errors import IntegrityError, InvalidRequest
 from engine.request_blocks import RequestBlocks
 from engine.seats import SeatAllocator
 from protos import common_pb2, target_pb2
-from target_service.messages import Admission, AdmissionStatus, FaultReply, RowRequest, SamplingSettings
+from target_service.messages import Admission, AdmissionStatus, RowRequest, SamplingSettings
 from target_service.sessions import Sessions
-from target_service.streams import Outbox
 from tests.target_service.conftest import LocalTarget
 from tests.target_service.gateway_client import Driver, Gateway
 from tests.target_service.scripted_drafter import ScriptedDrafter
@@ -82,28 +81,6 @@ def test_a_gateway_that_does_not_read_loses_its_stream(
         finally:
             stuck.set()
             gateway.close()
-
-
-def test_outbox() -> None:
-    overflows: list[str] = []
-    outbox = Outbox(2, on_overflow=lambda: overflows.append("!"))
-    events = [FaultReply("k", str(n)) for n in range(3)]
-    assert outbox.take(0.0) is None
-    assert outbox.put(events[0])
-    assert outbox.put(events[1])
-    assert outbox.take(0.0) == events[0]
-    outbox.close()
-    assert not outbox.put(events[2])
-    assert not outbox.finished()
-    assert outbox.take(0.0) == events[1]
-    assert outbox.finished()
-    assert not overflows
-    full = Outbox(1, on_overflow=lambda: overflows.append("!"))
-    assert full.put(events[0])
-    assert not full.put(events[1])
-    assert not full.put(events[2])
-    assert overflows == ["!"]
-    assert full.finished()
 
 
 def test_an_attach_does_not_hold_up_a_step(
