@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,7 @@ class ScriptedDrafter:
         self.entries: list[dict[str, Any]] = []
         self.failure: BaseException | None = None
         self.end = attach_drafter_channel(description_from_proto(self.reply.channel))
-        self._expected: queue.Queue[Expected | None] = queue.Queue()
+        self._expected: queue.Queue[Expected | None] = queue.Queue(maxsize=1)
         self._exchange: Any = None
         if isinstance(self.end, BytesDrafterEnd):
             self._open_exchange(self.end)
@@ -130,14 +131,28 @@ class ScriptedDrafter:
             raise self.failure
 
     def expect(self, seq: int, rows: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Announce a step that is about to be planned."""
+        """Announce a step that is about to be planned.
+
+        Waits until no more than the one before it is unread: a target that is asked for no drafts waits for nobody, and
+        would write over what this drafter has yet to read.
+        """
+        self._announce(Expected(seq, rows))
         if self.failure is not None:
             raise self.failure
-        self._expected.put(Expected(seq, rows))
+
+    def _announce(self, expected: Expected | None) -> None:
+        end = time.monotonic() + ENTRY_DEADLINE_S
+        while self._thread.is_alive():
+            try:
+                self._expected.put(expected, timeout=0.1)
+            except queue.Full:
+                assert time.monotonic() < end, "the scripted drafter is stuck"
+            else:
+                return
 
     def close(self, detach: bool = True) -> None:
         """Stop drafting, close this end, tell the target. Idempotent."""
-        self._expected.put(None)
+        self._announce(None)
         self._thread.join(ENTRY_DEADLINE_S)
         self.end.close()
         if self._exchange is not None:
