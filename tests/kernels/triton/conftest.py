@@ -10,6 +10,7 @@ import os
 import sys
 from importlib.util import find_spec
 
+import pytest
 import torch
 
 collect_ignore_glob: list[str] = []
@@ -20,3 +21,8 @@ elif not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     elif os.environ.get("TRITON_INTERPRET") != "1":
         collect_ignore_glob.append("test_*.py")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Infinities are values here, on a GPU without a word; the interpreter computes with numpy, which warns of them."""
+    item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
