@@ -115,11 +115,12 @@ class DraftModelSpeculator:
         state = _SeatState()
         if len(resident.tokens) > self.max_len:
             resident.warmth = Warmth.OFF
-        else:
-            state.computed = self.blocks.adopt(resident.seat, resident.tokens)
-            if not self.blocks.reserve(resident.seat, len(resident.tokens)):
-                self.blocks.release(resident.seat)
-                raise CapacityError(f"{len(resident.tokens)} tokens do not fit into the free draft blocks")
+            self._seats[resident.seat] = state
+            return len(resident.tokens) - 1  # it takes nothing from the target's hit
+        state.computed = self.blocks.adopt(resident.seat, resident.tokens)
+        if not self.blocks.reserve(resident.seat, len(resident.tokens)):
+            self.blocks.release(resident.seat)
+            raise CapacityError(f"{len(resident.tokens)} tokens do not fit into the free draft blocks")
         self._seats[resident.seat] = state
         return state.computed
 

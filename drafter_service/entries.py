@@ -89,7 +89,7 @@ def draft_rows(
         if resident is None or query_len == 0:
             continue
         committed_len = seq_lens[index] - rejected[index]
-        room = min(resident.max_total_len, max_model_len) - 1 - committed_len
+        room = min(resident.max_total_len, max_model_len) - (committed_len + 1) - 1  # the anchor counts too
         draft_len = min(request.draft_len, max_draft_len, room) if anchors[index] >= 0 else 0
         rows.append(
             DraftRow(

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from drafter_service.channels import AttachOutcome
-from drafter_service.messages import Command, Event, StepRequest
+from drafter_service.messages import Command, Event, OpenChannel, StepRequest
 from engine.outbox import Outbox
 
 
@@ -83,11 +83,13 @@ class Inboxes:
             self._changed.notify_all()
 
     def later_plans(self, stream: GatewayStream, channel_id: str) -> int:
-        """Plans of the channel that wait behind the stream's first command; its end counts as one."""
+        """Plans of the channel that wait behind the stream's first command. Its end counts as one; so does a channel
+        that is asked for anew, as the gateway has given this one up.
+        """
         with self._changed:
             behind = list(self._queues.get(stream, ()))[1:]
             return sum(
-                isinstance(command, StreamEnded)
+                isinstance(command, StreamEnded | OpenChannel)
                 or (isinstance(command, StepRequest) and command.channel_id == channel_id)
                 for command in behind
             )

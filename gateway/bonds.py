@@ -154,6 +154,11 @@ class Bonds:
         if self.link is not None and plan.drafts_from_seq and self._is_current(plan):
             self.link.step_done(missed)
 
+    def step_failed(self, plan: StepPlan) -> None:
+        """The target could not run the step: the drafter would wait for it."""
+        if self.link is not None and self._is_current(plan):
+            self.link.step_failed()
+
     def await_drafts(self, request: ActiveRequest, plan: StepPlan, row: RowPlan) -> None:
         """The row sampled: the drafter is about to draft after it, if it was asked to."""
         held = request.bond is Bond.HELD and self._is_current(plan)

@@ -180,6 +180,10 @@ class DrafterLink:
         self._resume_at = time.monotonic() + pause
         self._set_timer(HANG_S, self._give_up)
 
+    def step_failed(self) -> None:
+        """A step that the drafter was told of comes through the channel no more."""
+        self._reopen_later("the target could not run a step")
+
     def unanswered(self) -> None:
         """It did not answer an admission in time."""
         self.step_done(missed=True)

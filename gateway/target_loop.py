@@ -239,6 +239,7 @@ class TargetLoop:
             for row in flight.rows:
                 if row.request.phase is Phase.RUNNING and row.request.epoch == row.plan.epoch:
                     self._suffer(row.request, fault.detail)
+            self.bonds.step_failed(flight.plan)
         elif fault.request_id:
             request = self.scheduler.placed.get(fault.request_id)
             if request is not None:

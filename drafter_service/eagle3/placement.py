@@ -75,15 +75,17 @@ class Placements:
 
     def admit(self, resident: Resident) -> int:
         """Seat a request. Returns cached_len. CapacityError: not even one block is free."""
-        state = _SeatState()
-        if self._blocks is not None:
-            if self._blocks.pool.num_free == 0:
-                raise CapacityError("no draft block is free")
-            if not resident.mid_stream and len(resident.tokens) <= self.max_len:
-                state.computed = self._blocks.adopt(resident.seat, resident.tokens)
-        elif resident.mid_stream:
+        if self._blocks is not None and self._blocks.pool.num_free == 0:
+            raise CapacityError("no draft block is free")
+        state = self._seats[resident.seat] = _SeatState()
+        if resident.mid_stream:
+            if self._blocks is None:
+                resident.warmth = Warmth.OFF
+        elif len(resident.tokens) > self.max_len:
             resident.warmth = Warmth.OFF
-        self._seats[resident.seat] = state
+            return len(resident.tokens) - 1  # it takes nothing from the target's hit
+        elif self._blocks is not None:
+            state.computed = self._blocks.adopt(resident.seat, resident.tokens)
         return state.computed
 
     def release(self, resident: Resident) -> None:

@@ -105,10 +105,6 @@ class Tokenizer:
                 return str(name).encode()
         return str(name).replace(SPACE_MARK, " ").encode()
 
-    def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, for showing: U+FFFD where the token is only a part of a character."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
 
 def _family(decoder: Any) -> TokenFamily:
     kinds = set(_decoder_kinds(decoder))

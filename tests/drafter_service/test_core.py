@@ -11,7 +11,7 @@ import pytest
 from drafter_service.channels import AttachedChannel, AttachOutcome
 from drafter_service.core import DrafterCore
 from drafter_service.device_thread import DeviceThread
-from drafter_service.messages import Admission, Hello, RowRequest, ServiceInfo, StepRequest
+from drafter_service.messages import Admission, Hello, OpenChannel, RowRequest, ServiceInfo, StepRequest
 from drafter_service.ngram import NgramSpeculator
 from drafter_service.streams import GatewayStream, Inboxes, StreamEnded
 from engine.channel.opening import attach_drafter_channel, describe
@@ -87,6 +87,17 @@ def test_a_channel_that_comes_after_the_stream_s_end_is_given_back(make_target: 
     assert core.run(stream, AttachOutcome("a:1", attached(target, "a:1", detached)), 0, 0.0)
     assert detached == ["a:1"]
     assert not len(core.links)
+
+
+def test_a_channel_asked_for_anew_hurries_the_steps_of_the_old_one(make_target: MakeTarget) -> None:
+    """The gateway has given the old one up, perhaps because the step before it failed: nothing comes there any more."""
+    target = make_target()
+    inboxes, stream = Inboxes(16), GatewayStream(1, Outbox(16, on_overflow=lambda: None))
+    for command in (plan_of(target), admission(target)):
+        inboxes.put(stream, command, 0.0)
+    assert inboxes.later_plans(stream, target.spec.channel_id) == 0
+    inboxes.put(stream, OpenChannel("a:1"), 0.0)
+    assert inboxes.later_plans(stream, target.spec.channel_id) == 1
 
 
 def test_what_a_broken_stream_has_waiting_is_not_carried_out(make_target: MakeTarget) -> None:

@@ -136,6 +136,8 @@ def test_no_room_and_no_length(make_harness: MakeHarness, decoder: Decoder) -> N
     assert speculator.num_free_blocks == 4
     speculator.check_integrity()
     long = make_harness(DraftModelSpeculator(decoder, replace(SETTINGS, max_len=24)))
+    # Whom it cannot draft for it takes nothing of the target's prefix hit from.
+    assert long.admit(long.target.add("longer", prompt_of(30, 3)), mid_stream=False) == 29
     stopped, other = long.add("long", prompt_of(18, 1)), long.add("short", prompt_of(4, 2))
     for _ in range(4):
         long.step(5)

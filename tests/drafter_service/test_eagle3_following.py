@@ -307,10 +307,24 @@ def test_length_limit_stops_one_request_and_touches_no_neighbour(
     speculator.check_integrity()
 
 
+def test_a_prompt_that_is_too_long_takes_nothing_from_the_target_s_hit(
+    make_harness: MakeHarness, head: Eagle3Head
+) -> None:
+    speculator = Eagle3Speculator(head, LAYERS, replace(SETTINGS, max_len=24))
+    harness = make_harness(speculator)
+    request = harness.target.add("r", prompt_of(30, 1))
+    assert harness.admit(request, mid_stream=False) == 29
+    report = harness.step(3)
+    assert report is not None
+    assert report.cold_request_ids == ()
+    assert request.drafts == []
+    speculator.check_integrity()
+
+
 def test_no_drafts_past_the_request_s_own_length(make_harness: MakeHarness, eagle3: Eagle3Speculator) -> None:
     harness = make_harness(eagle3)
     request = harness.add("r", prompt_of(6, 1), max_total_len=10)
-    expected = {6: 3, 7: 2, 8: 1, 9: 0}
+    expected = {6: 2, 7: 1, 8: 0, 9: 0}  # 7 tokens are there, two drafts and the target's own make 10
     while request.context_len <= 9:
         harness.step(5)
         if request.context_len in expected:

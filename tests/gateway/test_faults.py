@@ -126,6 +126,20 @@ async def test_a_failing_step_fails_its_request_and_no_other(make_stack: MakeSta
     await check(tasks, 60)
 
 
+async def test_after_a_failing_step_nobody_waits_for_the_drafter(make_stack: MakeStack) -> None:
+    """It waits for that step itself, which never comes through the channel."""
+    stack = await make_stack(step_deadline_ms=2500)
+    stack.target.step_s = 0.005
+    tasks = await start(stack, 2, 60)
+    began = asyncio.get_running_loop().time()
+    stack.target.poison = {96}
+    with pytest.raises(StepFailed):
+        await stack.run(generation((96,), 10))
+    await check(tasks, 60)
+    assert asyncio.get_running_loop().time() - began < 2.4
+    await eventually(lambda: stack.service("drafter") == "serving")
+
+
 async def test_a_request_that_kills_the_target_each_time_is_given_up(make_stack: MakeStack) -> None:
     stack = await make_stack()
     wanted = generation((50,), 100)
@@ -247,15 +261,14 @@ async def test_a_request_that_comes_while_the_drafter_hangs_starts_without_it(ma
 
 
 async def test_a_drafter_that_answers_an_admission_late_is_asked_again(make_stack: MakeStack) -> None:
-    stack = await make_stack(step_deadline_ms=50)
-    stack.target.step_s = 0.01
-    stack.drafter.admit_s = 0.15
-    task = asyncio.create_task(stack.run(generation((5, 6), 120)))
+    stack = await make_stack(step_deadline_ms=200)
+    stack.target.step_s = 0.02
+    stack.drafter.admit_s = 0.5
+    task = asyncio.create_task(stack.run(generation((5, 6), 200)))
     await eventually(lambda: len(stack.drafter.admitted) == 1)
     stack.drafter.admit_s = 0.0
-    await eventually(lambda: stack.drafter.num_drafted > 0, 1.5)
-    assert tokens_of(await task) == continuation((5, 6), 120)
-    assert stack.drafter.num_opened == 1
+    await eventually(lambda: stack.drafter.num_drafted > 0, 3)
+    assert tokens_of(await task) == continuation((5, 6), 200)
 
 
 async def test_a_channel_that_is_refused_is_asked_for_less_and_less_often(make_stack: MakeStack) -> None:
