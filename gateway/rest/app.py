@@ -51,6 +51,7 @@ class _Deps:
     registry: CollectorRegistry
     max_body_bytes: int
     body_deadline_s: float
+    long_body: asyncio.Semaphore  # held while a long body is checked: one thread takes half of the event loop's time
 
 
 def create_app(
@@ -64,7 +65,7 @@ def create_app(
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S,
 ) -> FastAPI:
     """The application. status: called for each `GET /health`. registry: what `GET /metrics` tells."""
-    deps = _Deps(dispatcher, served, status, registry, max_body_bytes, body_deadline_s)
+    deps = _Deps(dispatcher, served, status, registry, max_body_bytes, body_deadline_s, asyncio.Semaphore(1))
     app = FastAPI(title="Outrider", version=version, description=openapi.DESCRIPTION)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(GatewayError, _on_gateway_error)
@@ -145,7 +146,8 @@ async def _generate(deps: _Deps, request: Request, schema: type[RequestT], prepa
     if len(body) <= INLINE_BYTES:
         asked = parse_request(body, schema)
     else:
-        asked = await asyncio.to_thread(parse_request, body, schema)
+        async with deps.long_body:
+            asked = await asyncio.to_thread(parse_request, body, schema)
     generations, answer = await prepare(asked, deps.served)
     if not asked.stream:
         return JSONResponse(await until_disconnect(request.receive, _whole(deps, generations, answer)))

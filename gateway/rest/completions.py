@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from typing import Any, Literal, NotRequired, TypedDict
@@ -71,6 +72,7 @@ async def prepare(request: CompletionRequest, served: ServedModel) -> tuple[list
         path = "prompt" if len(request.prompt) == 1 else f"prompt[{index}]"
         if isinstance(prompt, str):
             prompts.append(await served.encode(prompt, path, add_special_tokens=True))
+            await asyncio.sleep(0)  # everybody else's turn: many short texts are as long as one long one
         else:
             if not prompt:
                 raise invalid(path, "must not be empty")

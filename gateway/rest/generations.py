@@ -37,8 +37,6 @@ def build_generations(
 ) -> list[Generation]:
     """One generation for each choice: `n` in a row for each prompt. Raises ApiError where they are too many."""
     num_choices = request.n or 1
-    if len(prompts) > MAX_CHOICES:
-        raise invalid(input_field, f"must be at most {MAX_CHOICES} prompts, got {len(prompts)}")
     if num_choices * len(prompts) > MAX_CHOICES:
         raise invalid("n", f"{num_choices} choices of {len(prompts)} prompts are more than {MAX_CHOICES} together")
     return [

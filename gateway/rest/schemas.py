@@ -49,6 +49,8 @@ def _check_prompt(value: object) -> list[str | list[int]]:
         raise fault("", "must not be empty")
     if isinstance(value[0], int):
         return [_check_token_ids(value, "")]
+    if len(value) > MAX_CHOICES:
+        raise fault("", f"must be at most {MAX_CHOICES} prompts, got {len(value)}")
     prompts: list[str | list[int]] = []
     for index, part in enumerate(value):
         if isinstance(part, str) and isinstance(value[0], str):

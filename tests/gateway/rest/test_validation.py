@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -227,6 +228,40 @@ async def test_a_body_that_says_it_is_too_long_is_not_read(http: httpx.AsyncClie
 async def test_too_many_prompts_are_not_the_fault_of_n(http: httpx.AsyncClient) -> None:
     assert (await refused(http, TEXT, json.dumps({"prompt": ["a"] * 129})))["param"] == "prompt"
     assert (await refused(http, TEXT, json.dumps({"prompt": ["a"] * 65, "n": 2})))["param"] == "n"
+
+
+async def test_many_texts_leave_turns_to_others(http: httpx.AsyncClient) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    task = asyncio.create_task(others())
+    error = await refused(http, TEXT, json.dumps({"prompt": ["a"] * 127 + [""]}))
+    task.cancel()
+    assert error["param"] == "prompt[127]"
+    assert turns >= 100
+
+
+async def test_one_long_body_is_checked_at_a_time(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    active: list[int] = []
+    most = 0
+
+    def watched(body: bytes, schema: type[CompletionRequest]) -> CompletionRequest:
+        nonlocal most
+        active.append(1)
+        most = max(most, len(active))
+        try:
+            return parse_request(body, schema)
+        finally:
+            active.pop()
+
+    monkeypatch.setattr("gateway.rest.app.parse_request", watched)
+    await asyncio.gather(*(refused(http, TEXT, json.dumps({"prompt": ["a"] * 17_000})) for _ in range(6)))
+    assert most == 1
 
 
 @pytest.mark.parametrize(
