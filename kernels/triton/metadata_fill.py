@@ -67,7 +67,6 @@ def _fill(
     out_width = tl.where(row < padded_rows, width, 0)
     seat_width = tl.where(runs, width, 0)
     for group in tl.static_range(NUM_GROUPS):
-        block_size: tl.constexpr = BLOCK_SIZES[group]
         table_ptr = seat_tables_ptr + group * tables_group_stride + seat * tables_row_stride
         out_table_ptr = out_tables_ptr + group * out_group_stride + row * out_row_stride
         tl.store(out_seq_lens_ptr + group * lens_stride + row, seq_len, mask=row < padded_rows)
@@ -79,7 +78,7 @@ def _fill(
             tokens = first + tl.arange(0, BLOCK)
             real = tokens < real_end
             positions = tl.load(positions_ptr + tokens, mask=real, other=-1)
-            slots = slot_of(table_ptr, width, positions, block_size, max_len, real)
+            slots = slot_of(table_ptr, width, positions, BLOCK_SIZES[group], max_len, real)
             tl.store(out_slots_ptr + group * slots_stride + tokens, slots, mask=tokens < end)
 
 
