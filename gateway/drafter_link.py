@@ -115,6 +115,7 @@ class DrafterLink:
         try:
             while True:
                 self._stream = DrafterStream(self.address, self._on_event, self._max_queued)
+                self._set_timer(HANG_S, self._give_up)  # until hello is answered
                 reason = await self._stream.converse(self._gateway_id)
                 connected = self.info is not None
                 if connected or self.detail != reason:
@@ -210,6 +211,7 @@ class DrafterLink:
                     self._see_how_far()
             case DrafterInfo():
                 self.info = event
+                self._cancel_timer()
                 if self._target_instance is None:
                     self._state = LinkState.WAITING_FOR_TARGET
                 else:

@@ -4,12 +4,11 @@ Policy only, without I/O or clocks: the target loop asks and carries out. Older 
 
 - admission is in order of arrival, and a request that gave way keeps its arrival, so it comes back at the head;
 - a step takes decode rows first, then prompt chunks, under the token budget. Rows that had to sit out go first in the
-next
-  step, and a prompt that sat out for too long is promised a part of the budget, so neither kind starves the other;
+  next step, and a prompt that sat out for too long is promised a part of the budget, so neither kind starves the other;
 - a request under which a step failed is a suspect: its next step is its alone, so that it cannot take others with it
-again; - when blocks run out, the youngest placed request gives way to an older one that is starved. The oldest of all
-never gives
-  way, so something always gets on.
+  again;
+- when blocks run out, the youngest placed request gives way to an older one that is starved. The oldest of all never
+  gives way, so something always gets on.
 """
 
 from __future__ import annotations

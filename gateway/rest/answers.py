@@ -3,11 +3,10 @@
 Outrider's additions live under the key `outrider` and in OpenAI's fields for predicted output:
 
 - `choices[i].outrider`: `token_ids` and, parallel to it, `from_draft` (an accepted draft); `stop_reason`, the stop
-  string or
-  stop token that ended it, with the last part. A streamed chunk is one commit of one step.
+  string or stop token that ended it, with the last part. A streamed chunk is one commit of one step, and has `spans`:
+  its text in pieces, each with whether a draft brought it.
 - `usage.outrider`: `drafted_tokens` (verified by the target), `accepted_tokens`, `decode_steps` (commits after the
-  one that
-  ended the prompt) and `mean_accepted_len` (tokens per decode step; 1 without drafts, null before the first).
+  one that ended the prompt) and `mean_accepted_len` (tokens per decode step; 1 without drafts, null before the first).
 """
 
 from __future__ import annotations

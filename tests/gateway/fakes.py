@@ -394,6 +394,7 @@ class FakeDrafter(FakeServer, drafter_pb2_grpc.DrafterServiceServicer):
         self.admit_s = 0.0
         self.refusal = ""  # why no channel can be opened
         self.num_opened = 0
+        self.is_mute = False  # does not answer hello
         self.lose: set[str] = set()  # these turn cold at the next step
         self.state: dict[str, DrafterState] = {}
         self.channel: Channel | None = None
@@ -431,6 +432,8 @@ class FakeDrafter(FakeServer, drafter_pb2_grpc.DrafterServiceServicer):
     async def _carry_out(self, command: drafter_pb2.DrafterCommand, owner: int) -> drafter_pb2.DrafterEvent | None:
         match command.WhichOneof("command"):
             case "hello":
+                if self.is_mute:
+                    return None
                 return drafter_pb2.DrafterEvent(
                     info=drafter_pb2.DrafterInfo(
                         instance_id=self.instance_id,

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from gateway import drafter_link
 from gateway.error_map import describe
 from gateway.errors import (
     ConfigError,
@@ -269,6 +270,19 @@ async def test_a_drafter_that_answers_an_admission_late_is_asked_again(make_stac
     stack.drafter.admit_s = 0.0
     await eventually(lambda: stack.drafter.num_drafted > 0, 3)
     assert tokens_of(await task) == continuation((5, 6), 200)
+
+
+async def test_a_drafter_that_does_not_answer_hello_is_connected_to_again(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_link, "HANG_S", 0.2)
+    stack = await make_stack()
+    stack.drafter.is_mute = True
+    await stack.drafter.kill()
+    await stack.drafter.start()
+    await eventually(lambda: "no answer" in stack.dispatcher.status().services[1].detail)
+    stack.drafter.is_mute = False
+    await eventually(lambda: stack.service("drafter") == "serving")
 
 
 async def test_a_channel_that_is_refused_is_asked_for_less_and_less_often(make_stack: MakeStack) -> None:
