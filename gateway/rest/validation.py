@@ -24,6 +24,7 @@ SchemaT = TypeVar("SchemaT", bound=Schema)
 MAX_NUMBER_CHARACTERS = 400  # of one number in JSON; longer ones are refused instead of computed
 MAX_INTEGER = 2**64
 MAX_DEPTH = 64
+MAX_FIELDS = 4096  # of one object: far more than any has use for, and each unknown one is an error to be made
 MAX_SHOWN = 80
 
 
@@ -89,6 +90,8 @@ def _json_faults(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
         path, container, depth = stack.pop()
         if depth == MAX_DEPTH:
             yield path, "is nested too deeply"
+        if isinstance(container, dict) and len(container) > MAX_FIELDS:
+            yield path or "body", f"has more than {MAX_FIELDS} fields"
         entries = container.items() if isinstance(container, dict) else enumerate(container)
         for key, entry in entries:
             if isinstance(key, str) and not _is_text(key):

@@ -84,6 +84,7 @@ BAD_FIELDS: list[tuple[str, str, str]] = [
     (CHAT, '"tool_choice": "required"', "tool_choice"),
     (CHAT, '"functions": [{}]', "functions"),
     (CHAT, '"modalities": ["audio"]', "modalities[0]"),
+    (CHAT, '"modalities": ["text", "text"]', "modalities"),
     (CHAT, '"prediction": {"type": "content"}', "prediction"),
     (CHAT, '"reasoning_effort": "high"', "reasoning_effort"),
     (CHAT, '"prompt": "hi"', "prompt"),
@@ -151,6 +152,8 @@ BAD_ANYWHERE: list[tuple[str, str]] = [
     ('"service_tier": "flex"', "service_tier"),
     ('"speed": "max"', "speed"),
     ('"metadata": {"a": 1}', "metadata.a"),
+    ('"logit_bias": {' + ", ".join(f'"{key}": 1' for key in range(4097)) + "}", "logit_bias"),
+    (", ".join(f'"f{key}": 1' for key in range(4097)), "body"),
     ('"user": {"deep": ' + "[" * 80 + "]" * 80 + "}", "user.deep" + "[0]" * 62),
 ]
 
