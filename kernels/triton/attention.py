@@ -1,0 +1,392 @@
+"""Paged attention with all lengths read on the device. See `reference.attention`.
+
+Two kinds of rows, two launches of one kernel:
+
+    short rows, up to 16 query tokens (decode, verify): all query heads that share a KV head, of all of a row's tokens,
+        are folded into one tile, which goes over the row's keys once. The keys are split in stretches that programs
+        take side by side, so that one row alone can fill a GPU; a second launch merges the stretches.
+    long rows (prompt chunks): tiles of query tokens, each over all the keys it sees. Launched only where the step may
+        have such rows.
+
+How many stretches a row has depends on its own length and the device alone, never on its neighbours nor on a host's
+bound: a row comes out the same, bit for bit, in any batch of one tile shape, inside a graph and outside. Programs are as
+many as the device can hold; each makes the list of work from the lengths and takes every n-th item of it, so there is
+no launch of programs with nothing to do however loose the bounds are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+# Rows of up to this many query tokens are short.
+SHORT_LEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the work is cut.
+
+    block_keys: keys of one turn of the inner loop. split_keys: the least keys of a stretch, a multiple of block_keys;
+    max_splits: the most stretches of a row, so that long rows have longer ones. long_tile: query tokens times heads in
+    a tile of a long row, a power of two. num_programs: of the short rows' launch, and of the long rows'. num_stages: of
+    the inner loop's pipeline.
+    """
+
+    block_keys: int
+    split_keys: int
+    max_splits: int
+    long_tile: int
+    num_programs: int
+    num_stages: int
+
+
+@lru_cache(maxsize=64)
+def choose_tiling(device: torch.device, num_kv_heads: int, head_dim: int, itemsize: int) -> Tiling:
+    """By hand, from the device's size: one row's stretches times its KV heads come to about one program per
+    multiprocessor. itemsize: bytes of an element of q.
+    """
+    multiprocessors = 4
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    splits = max(1, multiprocessors // num_kv_heads)
+    # Tiles in float32, or of wide heads, take twice the registers and the shared memory.
+    heavy = itemsize * head_dim > 2 * 128
+    return Tiling(
+        block_keys=32 if heavy else 64,
+        split_keys=128,
+        max_splits=min(64, max(8, 2 ** int(math.log2(splits)))),
+        long_tile=64 if heavy else 128,
+        num_programs=3 * multiprocessors,
+        num_stages=2 if heavy else 3,
+    )
+
+
+@triton.jit
+def _first_key(seq_lens, query_lens, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """The first key to look at for query tokens that end at seq_lens, rounded down to a block."""
+    first = seq_lens * 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_lens - query_lens - WINDOW + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
+    return first
+
+
+@triton.jit
+def _split_len(num_keys, SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Keys per stretch of a row that looks at num_keys keys."""
+    even = (num_keys + MAX_SPLITS - 1) // MAX_SPLITS
+    return tl.maximum((even + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS, SPLIT_KEYS)
+
+
+@triton.jit(do_not_specialize=["q_stride", "table_stride", "num_rows", "scale_log2"])
+def _attend(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    tables_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    scale_log2,
+    q_stride,
+    table_stride,
+    num_rows,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHORT: tl.constexpr,
+    MAX_SHORT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT_STRIDE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    DOT: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
+    TILE_TOKENS: tl.constexpr = TILE // GROUP
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    # The list of work: how many parts (stretches of keys, or tiles of tokens) each row has.
+    rows = tl.arange(0, BLOCK_ROWS)
+    row_starts = tl.load(starts_ptr + rows, mask=rows < num_rows, other=0)
+    query_lens = tl.load(starts_ptr + rows + 1, mask=rows < num_rows, other=0) - row_starts
+    seq_lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
+    if SHORT:
+        query_lens = tl.where((query_lens <= MAX_SHORT) & (seq_lens > 0), query_lens, 0)
+        num_keys = seq_lens - _first_key(seq_lens, query_lens, WINDOW, BLOCK_KEYS)
+        split_lens = _split_len(num_keys, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
+        parts = (num_keys + split_lens - 1) // split_lens
+    else:
+        query_lens = tl.where((query_lens > MAX_SHORT) & (seq_lens > 0), query_lens, 0)
+        parts = (query_lens + TILE_TOKENS - 1) // TILE_TOKENS
+    parts = tl.where(query_lens > 0, parts, 0)
+    part_ends = tl.cumsum(parts, axis=0)
+    num_items = tl.sum(parts, axis=0) * NUM_KV_HEADS
+
+    tile = tl.arange(0, TILE)
+    tile_tokens = tile // GROUP
+    dims = tl.arange(0, BLOCK_DIM)
+    dim_mask = dims < HEAD_DIM
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = item % NUM_KV_HEADS
+        work = item // NUM_KV_HEADS
+        row = tl.sum((part_ends <= work).to(tl.int32), axis=0)
+        part = work - tl.sum(tl.where(rows < row, parts, 0), axis=0)
+        start = tl.load(starts_ptr + row)
+        query_len = tl.load(starts_ptr + row + 1) - start
+        seq_len = tl.load(seq_lens_ptr + row)
+        if SHORT:
+            first_token = 0
+            row_first = _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
+            split_len = _split_len(seq_len - row_first, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
+            first_key = row_first + part * split_len
+            end_key = tl.minimum(first_key + split_len, seq_len)
+            one_part = seq_len - row_first <= split_len
+        else:
+            first_token = part * TILE_TOKENS
+            last_token = tl.minimum(first_token + TILE_TOKENS, query_len)
+            end_key = seq_len - query_len + last_token
+            first_key = _first_key(end_key, last_token - first_token, WINDOW, BLOCK_KEYS)
+            one_part = True
+        tokens = first_token + tile_tokens
+        heads = kv_head * GROUP + tile % GROUP
+        valid = (tile_tokens < TILE_TOKENS) & (tokens < query_len)
+        positions = seq_len - query_len + tokens
+        q_offsets = (start + tokens).to(tl.int64) * q_stride + heads * HEAD_DIM
+        q_mask = valid[:, None] & dim_mask[None, :]
+        q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=q_mask, other=0.0).to(DOT)
+
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        mixed = tl.zeros([TILE, BLOCK_DIM], tl.float32)
+        table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+        for begin in range(first_key, end_key, BLOCK_KEYS):
+            keys = begin + tl.arange(0, BLOCK_KEYS)
+            blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=keys < end_key, other=0).to(tl.int64)
+            offsets = (blocks * CACHE_BLOCK + keys % CACHE_BLOCK) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+            offsets = offsets[:, None] + dims[None, :]
+            # What lies past a row's end in its last block is another request's, or nothing at all: never loaded.
+            kv_mask = (keys < end_key)[:, None] & dim_mask[None, :]
+            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0).to(DOT)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            seen = (keys[None, :] <= positions[:, None]) & (keys < end_key)[None, :]
+            if WINDOW > 0:
+                seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, axis=1))
+            # A token may see none of these keys: then nothing is subtracted from its -inf.
+            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+            weights = tl.exp2(scores - shift[:, None])
+            fade = tl.exp2(best - shift)
+            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0).to(DOT)
+            total = total * fade + tl.sum(weights, axis=1)
+            mixed = mixed * fade[:, None] + tl.dot(weights.to(DOT), v, input_precision="ieee")
+            best = new_best
+
+        if one_part:
+            result = mixed / tl.where(total > 0, total, 1.0)[:, None]
+            out_offsets = (start + tokens).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM
+            out_offsets = out_offsets[:, None] + dims[None, :]
+            tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=q_mask)
+        else:
+            # Short rows' tokens lie side by side in the scratch, whatever rows lie between them in the batch.
+            scratch = tl.sum(tl.where(rows < row, query_lens, 0), axis=0) + tokens
+            where = (scratch.to(tl.int64) * NUM_HEADS + heads) * SPLIT_STRIDE + part
+            tl.store(partial_ptr + where[:, None] * HEAD_DIM + dims[None, :], mixed, mask=q_mask)
+            tl.store(stats_ptr + where * 2, best, mask=valid)
+            tl.store(stats_ptr + where * 2 + 1, total, mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge(
+    starts_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    num_rows,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_SHORT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT_STRIDE: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """A token's head: zeros where it is of no row that runs, the stretches' mix where its row has several."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_ROWS)
+    starts = tl.load(starts_ptr + rows, mask=rows < num_rows, other=0)
+    ends = tl.load(starts_ptr + rows + 1, mask=rows < num_rows, other=2147483647)
+    row = tl.sum((ends <= token).to(tl.int32), axis=0)
+    of_a_row = row < num_rows
+    row_start = tl.load(starts_ptr + row, mask=of_a_row, other=0)
+    query_len = tl.load(starts_ptr + row + 1, mask=of_a_row, other=0) - row_start
+    seq_len = tl.load(seq_lens_ptr + row, mask=of_a_row, other=0)
+    dims = tl.arange(0, BLOCK_DIM)
+    out_ptrs = out_ptr + (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims
+    if seq_len <= 0:
+        zeros = tl.zeros([BLOCK_DIM], tl.float32)
+        tl.store(out_ptrs, zeros.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    elif query_len <= MAX_SHORT:
+        num_keys = seq_len - _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
+        split_len = _split_len(num_keys, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
+        if num_keys > split_len:
+            lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
+            query_lens = tl.where(rows < row, ends - starts, 0)
+            query_lens = tl.where((query_lens <= MAX_SHORT) & (lens > 0), query_lens, 0)
+            scratch = (tl.sum(query_lens, axis=0) + token - row_start).to(tl.int64)
+            splits = tl.arange(0, BLOCK_SPLITS)
+            mask = splits * split_len < num_keys
+            where = (scratch * NUM_HEADS + head) * SPLIT_STRIDE + splits
+            bests = tl.load(stats_ptr + where * 2, mask=mask, other=float("-inf"))
+            totals = tl.load(stats_ptr + where * 2 + 1, mask=mask, other=0.0)
+            best = tl.max(bests, axis=0)
+            shares = tl.exp2(bests - tl.where(best == float("-inf"), 0.0, best))
+            total = tl.sum(totals * shares, axis=0)
+            parts_mask = mask[:, None] & (dims < HEAD_DIM)[None, :]
+            parts = tl.load(partial_ptr + where[:, None] * HEAD_DIM + dims[None, :], mask=parts_mask, other=0.0)
+            mixed = tl.sum(parts * shares[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+            tl.store(out_ptrs, mixed.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+# Under the interpreter there are no dot products but float32's.
+_INTERPRETED = not isinstance(_attend, triton.JITFunction)
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int | None,
+    max_query_len: int,
+    max_seq_len: int,
+    tiling: Tiling,
+) -> torch.Tensor:
+    """`paged_attention` with the host's upper bounds of the rows' lengths, which size the launch and the scratch.
+
+    q: heads contiguous, tokens may be strided; caches contiguous; block_tables: rows may be strided.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    cache_block, num_kv_heads = k_cache.shape[1:3]
+    num_rows = seq_lens.shape[0]
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    if num_rows == 0:
+        return out.zero_()
+    group = num_heads // num_kv_heads
+    short_len = min(SHORT_LEN, max(1, max_query_len))
+    split_stride = max(1, min(tiling.max_splits, triton.cdiv(max_seq_len, tiling.split_keys)))
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    block_rows = triton.next_power_of_2(num_rows)
+    scratch_rows = min(num_tokens, num_rows * short_len) * num_heads * split_stride
+    partial = torch.empty(scratch_rows * head_dim if split_stride > 1 else 1, dtype=torch.float32, device=q.device)
+    stats = torch.empty(scratch_rows * 2 if split_stride > 1 else 1, dtype=torch.float32, device=q.device)
+    shared = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": block_dim,
+        "WINDOW": window or 0,
+        "MAX_SHORT": SHORT_LEN,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_KEYS": tiling.block_keys,
+        "SPLIT_KEYS": tiling.split_keys,
+        "MAX_SPLITS": tiling.max_splits,
+        "SPLIT_STRIDE": split_stride,
+    }
+
+    def launch(short: bool, tile: int, most_items: int) -> None:
+        _attend[(min(tiling.num_programs, most_items),)](
+            q,
+            k_cache,
+            v_cache,
+            query_start_loc,
+            seq_lens,
+            block_tables,
+            out,
+            partial,
+            stats,
+            scale * math.log2(math.e),
+            q.stride(0),
+            block_tables.stride(0),
+            num_rows,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            CACHE_BLOCK=cache_block,
+            SHORT=short,
+            TILE=tile,
+            WIDE=_INTERPRETED or q.dtype == torch.float32,
+            **shared,
+            num_warps=4 if tile <= 64 else 8,
+            num_stages=tiling.num_stages,
+        )
+
+    short_tile = max(16, triton.next_power_of_2(triton.next_power_of_2(short_len) * group))
+    launch(True, short_tile, num_rows * split_stride * num_kv_heads)
+    if max_query_len > SHORT_LEN:
+        long_tile = max(tiling.long_tile, triton.next_power_of_2(group))
+        tiles = triton.cdiv(num_tokens, long_tile // group) + num_rows
+        launch(False, long_tile, tiles * num_kv_heads)
+    _merge[(num_tokens, num_heads)](
+        query_start_loc,
+        seq_lens,
+        out,
+        partial,
+        stats,
+        num_rows,
+        NUM_HEADS=num_heads,
+        **shared,
+        BLOCK_SPLITS=triton.next_power_of_2(split_stride),
+        num_warps=2,
+    )
+    return out
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """See `reference.attention.paged_attention`. The bounds are what the shapes allow: a caller that knows better ones
+    calls `attend`.
+    """
+    most_keys = block_tables.shape[1] * k_cache.shape[1]
+    tiling = choose_tiling(q.device, k_cache.shape[2], q.shape[2], q.element_size())
+    return attend(
+        q,
+        k_cache,
+        v_cache,
+        query_start_loc,
+        seq_lens,
+        block_tables,
+        scale,
+        window,
+        q.shape[0],
+        most_keys,
+        tiling,
+    )
