@@ -135,6 +135,13 @@ class Transformers:
         return [int(token) for token in output[0, len(prompt_ids) :]]
 
 
+def fetch(model: str) -> str:
+    """The model's directory on this machine."""
+    command = [sys.executable, "-m", "engine.fetch", model]
+    fetched = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return fetched.stdout.strip().splitlines()[-1]
+
+
 def _token_ids(answer: dict[str, Any]) -> list[int]:
     return list(answer["choices"][0]["outrider"]["token_ids"])
 
@@ -191,10 +198,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     console = Console(stderr=True)
-    fetched = subprocess.run(
-        [sys.executable, "-m", "engine.fetch", options.model], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    directory = fetched.stdout.strip().splitlines()[-1]
+    directory = fetch(options.model)
     with tempfile.TemporaryDirectory() as scratch:
         served = Served(options.config, directory, Path(scratch))
         try:
