@@ -63,7 +63,7 @@ class GatewayConfig(BaseModel):
     target: AddressText = "127.0.0.1:50051"
     drafter: AddressText | None = None
     draft_len: int = Field(default=4, ge=0)
-    max_draft_len: int = Field(default=7, ge=0)
+    max_draft_len: int = Field(default=7, ge=0, le=64)
     max_step_tokens: int | None = Field(default=None, ge=1)
     max_running: int | None = Field(default=None, ge=1)
     max_waiting: int = Field(default=256, ge=0)

@@ -34,6 +34,7 @@ def test_the_override_says_where_and_the_file_how_it_is_called(tmp_path: Path) -
     [
         ("model: m\ngateway: {draft_len: -1}", "gateway.draft_len"),
         ("model: m\ngateway: {draft_len: 9}", "gateway.draft_len"),
+        ("model: m\ngateway: {max_draft_len: 1000000000}", "gateway.max_draft_len"),
         ("model: m\ngateway: {drafft_len: 1}", "gateway.drafft_len"),
         ("model: m\ngateway: {rest: nowhere}", "gateway.rest"),
         ("model: m\ngateway: {target: 'h:99999'}", "gateway.target"),
