@@ -59,13 +59,13 @@ class Answer:
 
 
 def connect(url: str) -> openai.AsyncOpenAI:
-    """A client of the gateway at `url` (without `/v1`). Raises ClientMissing."""
+    """A client of the gateway at `url` (without `/v1`). Raises ClientMissing, AnswerFailed where that is no URL."""
     try:
         import openai
     except ImportError as error:
         raise ClientMissing("this needs the openai package: pip install 'outrider[quickstart]'") from error
     # A proxy of the user's is not for this machine's own gateway.
-    http_client = openai.DefaultAsyncHttpxClient(trust_env=False) if urlsplit(url).hostname in LOOPBACK else None
+    http_client = openai.DefaultAsyncHttpxClient(trust_env=False) if _host(url) in LOOPBACK else None
     return openai.AsyncOpenAI(
         base_url=f"{url.rstrip('/')}/v1",
         api_key="none",
@@ -73,6 +73,16 @@ def connect(url: str) -> openai.AsyncOpenAI:
         timeout=REQUEST_TIMEOUT_S,
         http_client=http_client,
     )
+
+
+def _host(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0:  # a bad port raises
+            return parts.hostname
+    except ValueError:
+        pass
+    raise AnswerFailed(f"{url}: is not a URL: must be http://HOST:PORT")
 
 
 async def served_model(client: openai.AsyncOpenAI) -> str:

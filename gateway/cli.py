@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import io
 import os
 import signal
 import subprocess
@@ -39,6 +40,9 @@ ConfigArgument = Annotated[Path, typer.Argument(help="Config file (YAML) of targ
 
 def main() -> None:
     """Entry point of the `outrider` script."""
+    for stream in (sys.stdin, sys.stdout):  # models say, and people type, what a terminal may have no code for
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()
 
 
@@ -91,8 +95,13 @@ def chat(
     from gateway.conversation import Conversation, converse
 
     console = Console(highlight=False)
-    conversation = Conversation(url, system, draft_len, max_tokens, temperature)
-    _run(converse(conversation, " ".join(message) if message else None, console), console)
+    conversation = Conversation(url, None if system is None else _text(system), draft_len, max_tokens, temperature)
+    _run(converse(conversation, _text(" ".join(message)) if message else None, console), console)
+
+
+def _text(argument: str) -> str:
+    """An argument as text: bytes that were no UTF-8 are replaced, as those that are typed."""
+    return os.fsencode(argument).decode("utf-8", "replace")
 
 
 @app.command("train-drafter", context_settings=PASS_ON)

@@ -429,6 +429,9 @@ class TargetLoop:
         if self.up.is_set():
             metrics.free_seats.set(self._capacity.free_seats)
             metrics.cache_use.set(1 - self._capacity.free_blocks / self._limits.usable_blocks)
+        else:  # what a lost target held is gone with it
+            metrics.free_seats.set(0)
+            metrics.cache_use.set(0)
 
 
 def _api_field(field: str, request: ActiveRequest) -> str:

@@ -75,15 +75,18 @@ async def test_a_killed_target_is_waited_for_and_nothing_comes_twice(make_stack:
 async def test_a_target_that_stays_away_is_503_for_running_waiting_and_new(make_stack: MakeStack) -> None:
     stack = await make_stack(target={"num_seats": 1}, target_wait_s=0.3)
     stack.target.step_s = 0.005
+    assert stack.metric("outrider_free_seats") == 1
     running = await stack.dispatcher.submit(generation(max_tokens=100))
     await anext(running)
     waiting = await stack.dispatcher.submit(generation(max_tokens=100))
+    assert stack.metric("outrider_cache_use_ratio") > 0
     await stack.target.kill()
     for stream in (running, waiting):
         with pytest.raises(TargetUnavailable):
             await asyncio.wait_for(read(stream), 5)
     with pytest.raises(TargetUnavailable):
         await stack.dispatcher.submit(generation())
+    assert stack.metric("outrider_free_seats") == stack.metric("outrider_cache_use_ratio") == 0
     await stack.target.start()
     await eventually(lambda: stack.service("target") == "serving")
     assert tokens_of(await stack.run(generation())) == continuation((1, 2, 3), 20)

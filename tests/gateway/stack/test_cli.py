@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -16,6 +18,9 @@ from typer.testing import CliRunner
 from gateway.cli import app
 from gateway.stack.console import LogFiles, LogPrinter, StartView
 from gateway.supervisor import ServiceState
+from tests.gateway.rest import fakes
+from tests.gateway.rest.test_server import serving
+from tests.gateway.text import tiny_tokenizers
 from tests.processes import ROOT, ProcessGroup
 
 
@@ -55,6 +60,35 @@ def test_chat_without_a_gateway_says_where_it_looked(processes: ProcessGroup, fr
     assert status == 1
     assert output.startswith(f"outrider: http://127.0.0.1:{free_port}/v1/: Connection error")
     assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ["http://[::bad", "http://h:notaport", "nonsense"])
+def test_chat_with_what_is_no_url_is_one_line(processes: ProcessGroup, url: str) -> None:
+    status, output = outrider(processes, "chat", "hi", "--url", url)
+    assert status == 1
+    assert output.startswith(f"outrider: {url}: is not a URL")
+    assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+@pytest.mark.parametrize("typed", [True, False])
+async def test_chat_takes_bytes_that_are_no_text(locale: str, typed: bool) -> None:
+    dispatcher = fakes.FakeDispatcher(tiny_tokenizers.byte_level())
+    said = b"caf\xe9"
+    async with serving(dispatcher) as url:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "gateway.cli", "chat", "--url", url),
+            *([] if typed else [said]),
+            cwd=ROOT,
+            env={**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONIOENCODING": ""},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await asyncio.wait_for(process.communicate(said + b"\n" if typed else b""), 60)
+    assert process.returncode == 0, output
+    assert "caf\ufffd" in dispatcher.tokenizer.decode(dispatcher.submitted[0].token_ids)
 
 
 def test_no_command_loads_torch(processes: ProcessGroup) -> None:
