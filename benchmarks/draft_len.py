@@ -1,6 +1,6 @@
 """Which draft_len gives the most tokens per second on this machine?
 
-    python -m benchmarks.draft_len [--tokens 96] [--rounds 2] [--config configs/quickstart.yaml]
+    python -m benchmarks.draft_len [--tokens 128] [--rounds 1] [--config configs/quickstart.yaml]
 
 Starts the stack and asks the prompts of `benchmarks.serve`, greedy, one stream, with each draft_len in turn, so that
 a machine whose speed drifts slows all of them alike. Whole-request tokens per second, and as a ratio to draft_len 0
@@ -31,24 +31,26 @@ def measure(served: Served, prompts: list[list[int]], num_tokens: int, console: 
     served.complete(prompts[0], 16, None)
     speeds: dict[int, list[float]] = {draft_len: [] for draft_len in DRAFT_LENS}
     steps = dict.fromkeys(DRAFT_LENS, 0)
+    num_answered = 0
     for index, prompt in enumerate(prompts):
         expected: list[int] = []
         for draft_len in DRAFT_LENS:
             start = time.perf_counter()
-            answer = served.complete(prompt, num_tokens, draft_len)
-            speeds[draft_len].append(num_tokens / (time.perf_counter() - start))
+            answer = served.complete(prompt, num_tokens, draft_len, ignore_eos=False)
             token_ids = list(answer["choices"][0]["outrider"]["token_ids"])
+            speeds[draft_len].append(len(token_ids) / (time.perf_counter() - start))
             expected = expected or token_ids
             if token_ids != expected:
                 raise SystemExit(f"prompt {index}: draft_len {draft_len} changed the answer")
-            steps[draft_len] += num_tokens - answer["usage"]["outrider"]["accepted_tokens"]
+            steps[draft_len] += len(token_ids) - answer["usage"]["outrider"]["accepted_tokens"]
+        num_answered += len(expected)
         console.print(f"prompt {index + 1} of {len(prompts)}", highlight=False)
     return [
         {
             "draft_len": draft_len,
             "tok_s": round(statistics.median(speeds[draft_len]), 2),
             "over_none": round(statistics.median(a / b for a, b in zip(speeds[draft_len], speeds[0], strict=True)), 3),
-            "mean_accepted_len": round(len(prompts) * num_tokens / steps[draft_len], 3),
+            "mean_accepted_len": round(num_answered / steps[draft_len], 3),
         }
         for draft_len in DRAFT_LENS
     ]
@@ -59,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     directory = fetch(options.model)

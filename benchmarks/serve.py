@@ -77,9 +77,12 @@ class Served:
         self.close()
         raise SystemExit(f"the stack did not come up:\n{log.read_text(errors='replace')[-3000:]}")
 
-    def complete(self, prompt_ids: list[int], num_tokens: int, draft_len: int | None) -> dict[str, Any]:
-        """One greedy completion past the end token; returns token ids and usage."""
-        body: dict[str, Any] = {"prompt": prompt_ids, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    def complete(
+        self, prompt_ids: list[int], num_tokens: int, draft_len: int | None, ignore_eos: bool = True
+    ) -> dict[str, Any]:
+        """One greedy completion, by default past the end token; returns token ids and usage."""
+        body: dict[str, Any] = {"prompt": prompt_ids, "max_tokens": num_tokens, "temperature": 0}
+        body["ignore_eos"] = ignore_eos
         if draft_len is not None:
             body["draft_len"] = draft_len
         answer = self._client.post("/v1/completions", json=body | {"model": self._model()})
