@@ -1,7 +1,7 @@
 """The reference kernels in Triton: the same module names, function names and signatures as `kernels.reference`.
 
-Nothing imports this package but who runs on it: Triton is an optional dependency. Every launch is safe inside a captured
-graph: lengths are read on the device, and nothing waits for the host. Under `TRITON_INTERPRET=1`, set before Triton is
-first imported, the same code runs on CPU tensors. The interpreter gets bfloat16 arithmetic wrong, so every kernel works
-in float32 between its loads and its stores.
+Nothing imports this package but who runs on it: Triton is an optional dependency. Every launch is safe inside a
+captured graph: lengths are read on the device, and nothing waits for the host. Under `TRITON_INTERPRET=1`, set before
+Triton is first imported, the same code runs on CPU tensors. The interpreter gets bfloat16 arithmetic wrong, so every
+kernel works in float32 between its loads and its stores.
 """

@@ -29,7 +29,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if rows.shape[0] == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(size))
-    _silu_mul[(rows.shape[0], triton.cdiv(size, block))](
-        rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=4
-    )
+    _silu_mul[(rows.shape[0], triton.cdiv(size, block))](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=4)
     return out

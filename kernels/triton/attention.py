@@ -9,9 +9,9 @@ Two kinds of rows, two launches of one kernel:
         have such rows.
 
 How many stretches a row has depends on its own length and the device alone, never on its neighbours nor on a host's
-bound: a row comes out the same, bit for bit, in any batch of one tile shape, inside a graph and outside. Programs are as
-many as the device can hold; each makes the list of work from the lengths and takes every n-th item of it, so there is
-no launch of programs with nothing to do however loose the bounds are.
+bound: a row comes out the same, bit for bit, in any batch of one tile shape, inside a graph and outside. Programs are
+as many as the device can hold; each makes the list of work from the lengths and takes every n-th item of it, so there
+is no launch of programs with nothing to do however loose the bounds are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ import triton.language as tl
 
 # Rows of up to this many query tokens are short.
 SHORT_LEN = 16
+# A key's address comes from a load itself, that of its block's id: Triton shares the stages out over the chain of
+# loads, and with fewer than five the keys and values have one buffer each and wait for it.
+NUM_STAGES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def choose_tiling(device: torch.device, num_kv_heads: int, head_dim: int, itemsi
         max_splits=min(64, max(8, 2 ** int(math.log2(splits)))),
         long_tile=64 if heavy else 128,
         num_programs=3 * multiprocessors,
-        num_stages=2 if heavy else 3,
+        num_stages=NUM_STAGES,
     )
 
 
@@ -337,7 +340,8 @@ def attend(
             TILE=tile,
             WIDE=_INTERPRETED or q.dtype == torch.float32,
             **shared,
-            num_warps=4 if tile <= 64 else 8,
+            # Float32's products take the registers of twice the threads.
+            num_warps=8 if tile > 64 or (q.dtype == torch.float32 and tile > 16) else 4,
             num_stages=tiling.num_stages,
         )
 

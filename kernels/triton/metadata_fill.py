@@ -96,7 +96,8 @@ def fill_metadata(
     out_slots: torch.Tensor,
 ) -> None:
     """See `reference.metadata_fill.fill_metadata`. Last dimensions are contiguous; outputs may be
-    the leading rows and tokens of larger buffers."""
+    the leading rows and tokens of larger buffers.
+    """
     padded_rows = out_seq_lens.shape[1]
     _fill[(padded_rows + 1,)](
         seats,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Heads that one program rotates: a decode token spreads over several programs, and a prompt's programs are not too small.
+# Heads that one program rotates: a decode token spreads over several programs, and a prompt's are not too small.
 BLOCK_HEADS = 4
 
 
@@ -54,9 +54,7 @@ def _rope(
         tl.store(out_ptr + HALF, second.to(out_q_ptr.dtype.element_ty), mask=mask)
     else:
         heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
-        first, second, offsets, mask = rotate_heads(
-            k_ptr, k_stride, token, heads, num_kv_heads, cos, sin, halves, HALF
-        )
+        first, second, offsets, mask = rotate_heads(k_ptr, k_stride, token, heads, num_kv_heads, cos, sin, halves, HALF)
         out_ptr = out_k_ptr + token * (num_kv_heads * 2 * HALF) + offsets
         tl.store(out_ptr, first.to(out_k_ptr.dtype.element_ty), mask=mask)
         tl.store(out_ptr + HALF, second.to(out_k_ptr.dtype.element_ty), mask=mask)

@@ -27,7 +27,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 def chunk_size(vocab: int) -> int:
     """Entries per chunk: CHUNK, or a small vocabulary whole."""
-    return max(4, min(CHUNK, triton.next_power_of_2(vocab)))
+    return max(4, min(CHUNK, 1 << (vocab - 1).bit_length()))
 
 
 @triton.jit
@@ -113,9 +113,7 @@ def _pick(
     row = tl.program_id(0).to(tl.int64)
     first = row * NUM_CHUNKS
     temperature = tl.load(temperature_ptr + row)
-    token = best_of_chunks(
-        bests_ptr + first, scores_ptr + first, tokens_ptr + first, temperature, NUM_CHUNKS, BLOCK
-    )
+    token = best_of_chunks(bests_ptr + first, scores_ptr + first, tokens_ptr + first, temperature, NUM_CHUNKS, BLOCK)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 

@@ -251,9 +251,7 @@ def _walk(
                     target = tl.exp(-behind_best(logit, best, temperature)) / total
                     draft_prob = tl.load(probs_ptr + row * probs_row_stride + column * probs_stride + draft)
                     position = tl.load(positions_ptr + row) + column
-                    noise = uniform_block(
-                        tl.load(seeds_ptr + row), position, tl.full([], 0, tl.int32) + _ACCEPT, 0, 1
-                    )
+                    noise = uniform_block(tl.load(seeds_ptr + row), position, tl.full([], 0, tl.int32) + _ACCEPT, 0, 1)
                     noise = tl.sum(tl.where(tl.arange(0, 4) == 0, noise, 0.0), axis=0)
                     # noise < target / draft without the division.
                     accepted = (noise * draft_prob < target).to(tl.int32)

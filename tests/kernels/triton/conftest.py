@@ -1,7 +1,7 @@
 """Where do these tests run? On the GPU, or under the interpreter, which must be chosen before Triton is first imported.
 
 Without a GPU and with Triton imported already (transformers does), nothing here can run in this process: the folder is
-left out, and `tests/kernels/test_triton_interpreted.py` runs it in a process of its own.
+left out, and `tests/kernels/test_triton.py` runs it in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+
+# Newer versions warn where this is left to its default.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 collect_ignore_glob: list[str] = []
 if find_spec("triton") is None:

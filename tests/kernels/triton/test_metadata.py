@@ -14,7 +14,7 @@ from kernels.reference import slot_mapping as plain_slots
 from kernels.reference import target_inputs as plain_target
 from kernels.triton import advance, metadata_fill, prefill_inputs, slot_mapping, target_inputs
 from tests.kernels.steps import tensor
-from tests.kernels.triton.device import DEVICE, MANY, POISON, poisoned, there
+from tests.kernels.triton.device import DEVICE, MANY, POISON, call, poisoned, there
 
 # (context_lens, query_lens, block_size, max_len, table width, padded tokens)
 STEPS: list[tuple[list[int], list[int], int, int, int, int]] = [
@@ -58,8 +58,8 @@ def test_slot_mapping(case: tuple[list[int], list[int], int, int, int, int]) -> 
     batch = Batch(case)
     plain, device = both(batch.positions, batch.starts, batch.tables)
     expected, got = torch.empty(batch.padded, dtype=torch.int64), poisoned(batch.padded)
-    plain_slots.compute_slot_mapping(*plain, batch.block_size, batch.max_len, expected)
-    slot_mapping.compute_slot_mapping(*device, batch.block_size, batch.max_len, got)
+    call(plain_slots.compute_slot_mapping, *plain, batch.block_size, batch.max_len, expected)
+    call(slot_mapping.compute_slot_mapping, *device, batch.block_size, batch.max_len, got)
     assert got.tolist() == expected.tolist()
 
 
@@ -84,8 +84,8 @@ def test_slot_mapping_of_a_strided_table() -> None:
     batch = Batch(STEPS[1])
     plain, device = both(batch.positions, batch.starts, np.repeat(batch.tables, 2, axis=0))
     expected, got = torch.empty(batch.padded, dtype=torch.int64), poisoned(batch.padded)
-    plain_slots.compute_slot_mapping(*plain[:2], plain[2][::2], batch.block_size, batch.max_len, expected)
-    slot_mapping.compute_slot_mapping(*device[:2], device[2][::2], batch.block_size, batch.max_len, got)
+    call(plain_slots.compute_slot_mapping, *plain[:2], plain[2][::2], batch.block_size, batch.max_len, expected)
+    call(slot_mapping.compute_slot_mapping, *device[:2], device[2][::2], batch.block_size, batch.max_len, got)
     assert got.tolist() == expected.tolist()
 
 
@@ -99,8 +99,8 @@ def test_prefill_inputs(case: tuple[list[int], list[int], int, int, int, int]) -
     plain, device = both(ids, batch.starts, batch.rejected, anchors, following)
     outputs = torch.empty(batch.padded, dtype=torch.int64), torch.empty(batch.num_rows, dtype=torch.int32)
     got = poisoned(batch.padded), poisoned(batch.num_rows, dtype=torch.int32)
-    plain_prefill.prepare_prefill_inputs(*plain, *outputs)
-    prefill_inputs.prepare_prefill_inputs(*device, *got)
+    call(plain_prefill.prepare_prefill_inputs, *plain, *outputs)
+    call(prefill_inputs.prepare_prefill_inputs, *device, *got)
     for ours, expected in zip(got, outputs, strict=True):
         assert ours.tolist() == expected.tolist()
 
@@ -122,13 +122,11 @@ def test_target_inputs(case: tuple[list[int], list[int], int, int, int, int], wi
     )
     drafts = np.random.default_rng(1).integers(-1, 9, (batch.num_rows, width))
     for prompts in (prompt, prompt[:0]) if not is_prompt.any() else (prompt,):
-        plain, device = both(
-            context_lens, anchors, seats, prompts, prompt_starts, drafts, batch.starts, is_prompt
-        )
+        plain, device = both(context_lens, anchors, seats, prompts, prompt_starts, drafts, batch.starts, is_prompt)
         outputs = torch.empty((2, batch.padded), dtype=torch.int64)
         got = poisoned(2, batch.padded)
-        plain_target.prepare_target_inputs(*plain, *outputs)
-        target_inputs.prepare_target_inputs(*device, *got)
+        call(plain_target.prepare_target_inputs, *plain, *outputs)
+        call(target_inputs.prepare_target_inputs, *device, *got)
         assert got.tolist() == outputs.tolist()
 
 
@@ -142,10 +140,11 @@ def test_commit(num_rows: int) -> None:
     sampled = rng.integers(0, 3, num_rows).astype(np.int32)
     last = np.arange(50, 50 + num_rows)
     plain, device = both(
-        np.arange(10, 12 + num_rows, dtype=np.int32), np.arange(900, 902 + num_rows), seats, query, rejected, sampled, last
+        *(np.arange(10, 12 + num_rows, dtype=np.int32), np.arange(900, 902 + num_rows)),
+        *(seats, query, rejected, sampled, last),
     )
-    plain_target.commit_verdict(*plain)
-    target_inputs.commit_verdict(*device)
+    call(plain_target.commit_verdict, *plain)
+    call(target_inputs.commit_verdict, *device)
     for got, expected in zip(device, plain, strict=True):
         assert got.tolist() == expected.tolist()
 
@@ -161,9 +160,9 @@ def test_k_advances_equal_k_of_the_reference(num_rows: int, with_active: bool) -
     plain, device = both(positions, seq_lens, np.full(num_rows, -7), tables)
     for step in range(4):
         active = tensor(rng.random(num_rows) < 0.8) if with_active else None
-        plain_advance.advance_draft_step(*plain, block_size, limit, active)
+        call(plain_advance.advance_draft_step, *plain, block_size, limit, active)
         on_device = None if active is None else active.to(DEVICE)
-        advance.advance_draft_step(*device, block_size, limit, on_device)
+        call(advance.advance_draft_step, *device, block_size, limit, on_device)
         for got, expected in zip(device, plain, strict=True):
             assert got.tolist() == expected.tolist(), step
 
@@ -200,7 +199,8 @@ def test_one_launch_fills_every_group(seed: int) -> None:
         (plain_fill.fill_metadata, [plain_seats, *plain], expected),
         (metadata_fill.fill_metadata, [device_seats, *device], got),
     ):
-        fill(
+        call(
+            fill,
             *inputs,
             block_sizes,
             24,

@@ -11,7 +11,7 @@ from kernels.reference import philox as plain_philox
 from kernels.reference import sampling as plain_sampling
 from kernels.triton import philox, sampling
 from kernels.triton.philox import DRAFT, TARGET
-from tests.kernels.triton.device import DEVICE, MANY, generator, there
+from tests.kernels.triton.device import DEVICE, MANY, ON_GPU, call, generator, there
 
 SEEDS = torch.tensor([-1, 0, 3 << 40, 12345, -(2**63), 2**63 - 1])
 POSITIONS = torch.tensor([(5 << 32) | 9, 0, 7, 2**40, 3, 1])
@@ -27,7 +27,8 @@ def test_words_and_uniforms_are_the_references_bit_for_bit(num: int) -> None:
 
 
 def test_gumbel_noise_is_the_references_to_a_few_roundings() -> None:
-    got = sampling.gumbel_noise(*there(SEEDS, POSITIONS), DRAFT, 50_000 if DEVICE.type == "cuda" else 9000)
+    seeds, positions = there(SEEDS, POSITIONS)
+    got = sampling.gumbel_noise(seeds, positions, DRAFT, 50_000 if ON_GPU else 9000)
     expected = plain_sampling.gumbel_noise(SEEDS, POSITIONS, DRAFT, got.shape[1])
     torch.testing.assert_close(got.cpu(), expected, rtol=2e-6, atol=1e-6)
     assert got.isfinite().all()
@@ -45,12 +46,13 @@ def test_draws_equal_the_references(vocab: int) -> None:
     temperature = torch.tensor([1.0, 0.7, 1.3, 0.0, 1.0, 1.0, 1e-40, 2.0, 0.0])
     seeds, positions = torch.arange(9) * 77 - 300, torch.arange(9) << 33
     expected = plain_sampling.gumbel_sample(logits, temperature, seeds, positions, TARGET)
-    got = sampling.gumbel_sample(*there(logits, temperature, seeds, positions), TARGET)
+    got = call(sampling.gumbel_sample, *there(logits, temperature, seeds, positions), TARGET)
     assert got.tolist() == expected.tolist()
     assert got[5] == vocab - 1
     # Alone, and from rows that are not next to each other.
     (wide,) = there(torch.cat((logits, logits), dim=1))
-    alone = sampling.gumbel_sample(wide[2:3, :vocab], *there(temperature[2:3], seeds[2:3], positions[2:3]), TARGET)
+    one = there(temperature[2:3], seeds[2:3], positions[2:3])
+    alone = call(sampling.gumbel_sample, wide[2:3, :vocab], *one, TARGET)
     assert alone[0] == expected[2]
 
 
@@ -79,9 +81,7 @@ ROWS = [
 ]
 
 
-def filtered(
-    logits: torch.Tensor, rows: list[tuple[float, int, float, float]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def filtered(logits: torch.Tensor, rows: list[tuple[float, int, float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(kernel's, reference's) filtered logits."""
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
     arguments = (logits, temperature, top_k.to(torch.int32), top_p, min_p)
@@ -99,7 +99,8 @@ def test_filters_keep_ties_and_live_with_what_is_excluded_already() -> None:
     logits = torch.tensor(
         [[1.0, 3.0, 2.0, 2.0], [-math.inf, 3.0, -math.inf, 2.0], [5.0, 5.0, 5.0, 5.0], [30.0, 31.0, -math.inf, 30.999]]
     )
-    got, expected = filtered(logits, [(1.0, 2, 1.0, 0.0), (1.0, 0, 0.999, 0.0), (1.0, 2, 0.3, 0.0), (1e-38, 2, 0.9, 0.1)])
+    rows = [(1.0, 2, 1.0, 0.0), (1.0, 0, 0.999, 0.0), (1.0, 2, 0.3, 0.0), (1e-38, 2, 0.9, 0.1)]
+    got, expected = filtered(logits, rows)
     assert got.tolist() == expected.tolist()
     assert got[0].tolist() == [-math.inf, 3.0, 2.0, 2.0]
     # Tokens that tie with the k-th do not dilute the k's mass: 0.6 of two thirds of four equals is two of them.
