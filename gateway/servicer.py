@@ -22,7 +22,6 @@ from gateway.dispatcher import Dispatcher
 from gateway.error_map import Problem, describe
 from gateway.errors import GatewayError, InvalidGeneration
 from gateway.generation import Delta, Generation, SamplingOptions
-from gateway.rest.problems import ApiError
 from gateway.rest.schemas import MAX_MESSAGES, Role, template_role
 from protos import gateway_pb2, gateway_pb2_grpc
 
@@ -66,9 +65,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             async with await self._dispatcher.submit(generation) as deltas:
                 async for delta in deltas:
                     yield _response(request_id, delta, with_logprobs)
-        except ApiError as error:
-            await _abort(context, error.problem)
         except GatewayError as error:
+            await _abort(context, describe(error))
+        except Exception as error:  # gRPC would tell the client what we raised, under a status of its own
+            _log.exception("a call failed")
             await _abort(context, describe(error))
 
     async def GetStatus(

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from gateway.rest.problems import invalid
+from gateway.errors import InvalidGeneration
 from gateway.servicer import SERVICE_NAME, GrpcFace
 from protos import gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import MakeStack
@@ -27,7 +27,9 @@ class Encoder:
 
     async def encode(self, text: str, field: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if not text:
-            raise invalid(field, f"{field}: must not be empty")
+            raise InvalidGeneration(field, "must not be empty")
+        if text == "crash":
+            raise RuntimeError("secret")
         return tuple(ord(character) % 90 + 1 for character in text)
 
     async def encode_chat(
@@ -123,6 +125,16 @@ async def test_bad_input_names_its_field(
                 pass
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert named in (caught.value.details() or "")
+
+
+async def test_a_fault_of_ours_is_internal_without_details(make_stack: MakeStack, free_port: int) -> None:
+    stack = await make_stack()
+    async with serving(stack, free_port) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(gateway_pb2.GenerateRequest(prompt="crash")).read()
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(caught.value.details())
 
 
 async def test_full_is_resource_exhausted_and_says_when_to_retry(make_stack: MakeStack, free_port: int) -> None:
