@@ -39,7 +39,7 @@ def chained_attention(
 
 class _ChainedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, scale: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *chain: torch.Tensor
     ) -> torch.Tensor:
         group = query.shape[1] // key.shape[1]
@@ -85,7 +85,8 @@ class _ChainedAttention(torch.autograd.Function):
 
 def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
     """[B, Hkv * group, ...] as [B, Hkv, group, ...]."""
-    return x.unflatten(1, (-1, group))
+    grouped: torch.Tensor = x.unflatten(1, (-1, group))
+    return grouped
 
 
 def _flash(

@@ -24,7 +24,7 @@ from drafter_service.training.progress import PhaseProgress
 from drafter_service.training.prompt_sets import PromptSet
 from drafter_service.training.target_view import TargetView
 from engine.decoder import Decoder
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ def write_answers(
 ) -> list[Conversation]:
     """The target's own conversations over a prompt set: every turn is asked on top of the answers before it.
 
-    A conversation whose next turn no longer fits ends early. Prompts longer than half of max_len are left out.
+    A conversation whose next turn no longer fits ends early. Prompts longer than half of max_len are left out;
+    ConfigError when no other is left.
     """
     texts: dict[int, tuple[int, ...]] = {}
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -77,6 +78,8 @@ def write_answers(
             assert isinstance(item, int)
             texts[item] = (*written.job.prompt, *written.tokens)
             spans.setdefault(item, []).append((len(written.job.prompt), len(texts[item])))
+    if not texts:
+        raise ConfigError("prompt_sets", f"{prompts.name}: every prompt is longer than {max_len // 2} tokens")
     return [
         Conversation(np.array(text, dtype=np.int32), tuple(spans[index]), prompts.name, temperature == 0.0)
         for index, text in sorted(texts.items())

@@ -76,7 +76,7 @@ def logsumexp(logits: torch.Tensor) -> torch.Tensor:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from drafter_service.training import fused_kernels
 
         out, total, scale = fused_kernels.norm_forward(x, None, weight, eps)
@@ -92,7 +92,7 @@ class _Norm(torch.autograd.Function):
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
         from drafter_service.training import fused_kernels
 
         gate_up = gate_up.contiguous()
@@ -108,7 +108,7 @@ class _SiluMul(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         from drafter_service.training import fused_kernels
 
         ctx.save_for_backward(cos, sin)
@@ -118,12 +118,13 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         from drafter_service.training import fused_kernels
 
-        return fused_kernels.rotate(gradients[0].contiguous(), *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return fused_kernels.rotate(gradients[0].contiguous(), cos, sin, -1.0), None, None
 
 
 class _SoftEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, logits: torch.Tensor, probs: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from drafter_service.training import fused_kernels

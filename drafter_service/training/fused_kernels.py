@@ -16,8 +16,18 @@ _NORM_PROGRAMS = 528
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # not annotated; absent on machines without a GPU
-def _norm_forward(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, scale_ptr, eps, SIZE: tl.constexpr,
-                  LANES: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _norm_forward(  # type: ignore[no-untyped-def]
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    scale_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, LANES)
     inside = at < SIZE
@@ -36,8 +46,18 @@ def _norm_forward(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, scale_ptr
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norm_backward(gradient_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, dw_ptr, num_rows, SIZE: tl.constexpr,
-                   LANES: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _norm_backward(  # type: ignore[no-untyped-def]
+    gradient_ptr,
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    dx_ptr,
+    dw_ptr,
+    num_rows,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     first = tl.program_id(0)
     at = tl.arange(0, LANES)
     inside = at < SIZE
@@ -56,7 +76,9 @@ def _norm_backward(gradient_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, dw_ptr, n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul_forward(gate_up_ptr, out_ptr, SIZE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_forward(  # type: ignore[no-untyped-def]
+    gate_up_ptr, out_ptr, SIZE: tl.constexpr, LANES: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = at < SIZE
@@ -68,8 +90,9 @@ def _silu_mul_forward(gate_up_ptr, out_ptr, SIZE: tl.constexpr, LANES: tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul_backward(gradient_ptr, gate_up_ptr, d_ptr, SIZE: tl.constexpr,
-                       LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _silu_mul_backward(  # type: ignore[no-untyped-def]
+    gradient_ptr, gate_up_ptr, d_ptr, SIZE: tl.constexpr, LANES: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = at < SIZE
@@ -84,8 +107,9 @@ def _silu_mul_backward(gradient_ptr, gate_up_ptr, d_ptr, SIZE: tl.constexpr,
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, row_stride, sign, HEADS: tl.constexpr, HEAD_ROWS: tl.constexpr,
-            HALF: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _rotate(  # type: ignore[no-untyped-def]
+    x_ptr, cos_ptr, sin_ptr, out_ptr, row_stride, sign, HEADS: tl.constexpr, HEAD_ROWS: tl.constexpr, HALF: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEAD_ROWS)
     dims = tl.arange(0, HALF)
@@ -101,8 +125,17 @@ def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, row_stride, sign, HEADS: tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _soft_entropy_forward(logits_ptr, probs_ptr, rows_ptr, loss_ptr, lse_ptr, best_ptr, SIZE: tl.constexpr,
-                          LANES: tl.constexpr, HAS_PROBS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _soft_entropy_forward(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    probs_ptr,
+    rows_ptr,
+    loss_ptr,
+    lse_ptr,
+    best_ptr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    HAS_PROBS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     highest = tl.full((LANES,), -1e30, tl.float32)
     total = tl.zeros((LANES,), tl.float32)
@@ -131,8 +164,9 @@ def _soft_entropy_forward(logits_ptr, probs_ptr, rows_ptr, loss_ptr, lse_ptr, be
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _soft_entropy_backward(gradient_ptr, logits_ptr, probs_ptr, rows_ptr, lse_ptr, d_ptr, SIZE: tl.constexpr,
-                           LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _soft_entropy_backward(  # type: ignore[no-untyped-def]
+    gradient_ptr, logits_ptr, probs_ptr, rows_ptr, lse_ptr, d_ptr, SIZE: tl.constexpr, LANES: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = at < SIZE

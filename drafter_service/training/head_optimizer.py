@@ -28,7 +28,7 @@ class HeadOptimizer:
     """
 
     def __init__(self, head: nn.Module, weight_decay: float, clip: float, muon: bool) -> None:
-        self.parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        self.parameters: list[torch.Tensor] = [p for p in head.parameters() if p.requires_grad]
         names = [name for name, parameter in head.named_parameters() if parameter.requires_grad]
         self._weight_decay, self._clip = weight_decay, clip
         self._by_muon = [
@@ -43,7 +43,7 @@ class HeadOptimizer:
         self._steps = torch.zeros((), device=self.parameters[0].device)
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[torch.Tensor], rate: torch.Tensor) -> None:
+    def step(self, gradients: list[torch.Tensor], rate: torch.Tensor) -> None:
         """gradients: float32, one for each of `parameters`, overwritten. rate: scalar on the device."""
         norms = torch._foreach_norm(gradients)
         scale = (self._clip / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
@@ -97,4 +97,5 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     for _ in range(_ITERATIONS):
         square = x @ x.T
         x = a * x + (b * square + c * (square @ square)) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+    near: torch.Tensor = (x.T if tall else x).to(matrix.dtype)
+    return near

@@ -133,7 +133,8 @@ def strongest_neurons(gate_up: torch.Tensor, down: torch.Tensor, config: Eagle3C
     """Which of a wider MLP's neurons to begin with: as many as fit, by the norms of their weights, in order."""
     gate, up = gate_up.chunk(2)
     strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
-    return strength.topk(min(config.intermediate_size, strength.numel())).indices.sort().values
+    kept: torch.Tensor = strength.topk(min(config.intermediate_size, strength.numel())).indices.sort().values
+    return kept
 
 
 def fold_scale(head: Eagle3Head, feature_rms: torch.Tensor, dtype: torch.dtype) -> Eagle3Head:

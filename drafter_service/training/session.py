@@ -204,6 +204,8 @@ def _facts(
         "greedy_share": sum(item.greedy for item in corpus) / max(1, len(corpus)),
         "temperatures": ", ".join(f"{t:g}" for t, _ in options.interview.answer_temperatures if t),
         "given": num_given,
+        "composed_share": sum(share for _, share in options.interview.composed),
+        "optimizer": "Muon for the inner matrices and AdamW for the rest" if options.muon else "AdamW",
         "coverage": trainer.vocab.coverage,
         "train_steps": state.steps,
         "batch_tokens": options.batch_tokens,

@@ -58,6 +58,7 @@ def evaluate_stack(
 ) -> list[StackResult]:
     """url: of the REST API, e.g. http://127.0.0.1:8000. OutriderError when it does not answer."""
     url = url.rstrip("/")
+    model = served_model(url)
     results: list[StackResult] = []
     done, everything = 0, len(temperatures) * sum(len(prompts.items) for prompts in sets)
     with PhaseProgress("measuring") as progress:
@@ -66,8 +67,10 @@ def evaluate_stack(
                 count, fast, plain = AcceptanceCount(draft_len), _Run(), _Run()
                 same = True
                 for item, turns in enumerate(prompts.items):
-                    with_drafts = _converse(url, turns, temperature, draft_len, max_new, seed + item, fast, count)
-                    without = _converse(url, turns, temperature, 0, max_new, seed + item, plain, None)
+                    with_drafts = _converse(
+                        url, model, turns, temperature, draft_len, max_new, seed + item, fast, count
+                    )
+                    without = _converse(url, model, turns, temperature, 0, max_new, seed + item, plain, None)
                     same = same and with_drafts == without
                     done += 1
                     progress.update(done / everything, f"{prompts.name} at {temperature:g}: {item + 1} conversations")
@@ -91,6 +94,7 @@ def evaluate_stack(
 
 def _converse(
     url: str,
+    model: str,
     turns: Sequence[str],
     temperature: float,
     draft_len: int,
@@ -105,7 +109,7 @@ def _converse(
     for turn in turns:
         messages.append({"role": "user", "content": turn})
         body = {
-            "model": "default",
+            "model": model,
             "messages": messages,
             "max_tokens": max_new,
             "temperature": temperature,
@@ -113,7 +117,7 @@ def _converse(
             "draft_len": draft_len,
         }
         started = time.perf_counter()
-        answer = _post(f"{url}/v1/chat/completions", body)
+        answer = _request(f"{url}/v1/chat/completions", body)
         run.seconds += time.perf_counter() - started
         try:
             choice = answer["choices"][0]
@@ -145,8 +149,18 @@ def count_steps(from_draft: Sequence[bool], count: AcceptanceCount) -> None:
         position += committed
 
 
-def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    data = json.dumps(body).encode()
+def served_model(url: str) -> str:
+    """The id of the model that the gateway at `url` serves, the first where it lists several."""
+    listed = _request(f"{url}/v1/models", None)
+    try:
+        return str(listed["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise OutriderError(f"{url}/v1/models: names no model ({error!r} is missing)") from error
+
+
+def _request(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """GET without a body, else POST."""
+    data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=_DEADLINE_S) as response:

@@ -8,7 +8,7 @@ of the head, which is refreshed from the fp32 weights after every update.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class StepRunner:
         self._device = target.decoder.device
         self._records = self._device.type == "cuda"
         self._working = self._working_copy()
-        self._learned = [parameter for parameter in self._working.parameters() if parameter.requires_grad]
+        self._learned: list[torch.Tensor] = [p for p in self._working.parameters() if p.requires_grad]
         self._gradients = [torch.zeros_like(parameter) for parameter in optimizer.parameters]
         steps = options.num_steps
         self._rate = torch.zeros((), device=self._device)
@@ -106,7 +106,9 @@ class StepRunner:
         targets = self._target.soft_targets(hidden.index_select(0, chains.wanted), self._draft_ids, low)
         scaled = (captured.float() / self._feature_rms).to(low)
         output = unrolled_loss(self._working, scaled, token_ids, chains, targets, self._options)
-        return output, list(torch.autograd.grad(output.loss, self._learned))
+        gradients = list(torch.autograd.grad(output.loss, self._learned))
+        # The graph must not outlive this call: nodes of another stream would spoil a recording.
+        return replace(output, loss=output.loss.detach()), gradients
 
     def _load(self, inputs: StepInputs) -> None:
         event = self._copied[self._turn]
@@ -123,7 +125,7 @@ class StepRunner:
         self.refresh()
         with torch.no_grad():
             one = torch.ones(1, device=self._device)
-            values = (output.loss.detach()[None], output.step_losses, output.alive, output.tried, one)
+            values = (output.loss[None], output.step_losses, output.alive, output.tried, one)
             self._sums += torch.cat(values)
 
     def _record(self, shape: StepShape) -> torch.cuda.CUDAGraph:

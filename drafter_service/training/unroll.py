@@ -105,7 +105,8 @@ def _is_plain(config: Eagle3Config) -> bool:
 def _run_as_served(
     head: Eagle3Head, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, plan: UnrollPlan
 ) -> torch.Tensor:
-    return head(ids, hidden, positions, plan, hidden, hidden)
+    output: torch.Tensor = head(ids, hidden, positions, plan, hidden, hidden)
+    return output
 
 
 def _run_fused(
