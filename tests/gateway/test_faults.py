@@ -132,7 +132,7 @@ async def test_a_failing_step_fails_its_request_and_no_other(make_stack: MakeSta
 
 async def test_after_a_failing_step_nobody_waits_for_the_drafter(make_stack: MakeStack) -> None:
     """It waits for that step itself, which never comes through the channel."""
-    stack = await make_stack(step_deadline_ms=2500)
+    stack = await make_stack(step_deadline_ms=4000)
     stack.target.step_s = 0.005
     tasks = await start(stack, 2, 60)
     began = asyncio.get_running_loop().time()
@@ -140,7 +140,7 @@ async def test_after_a_failing_step_nobody_waits_for_the_drafter(make_stack: Mak
     with pytest.raises(StepFailed):
         await stack.run(generation((96,), 10))
     await check(tasks, 60)
-    assert asyncio.get_running_loop().time() - began < 2.4
+    assert asyncio.get_running_loop().time() - began < 3.8
     await eventually(lambda: stack.service("drafter") == "serving")
 
 
