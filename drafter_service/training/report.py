@@ -34,18 +34,18 @@ parameters, {file_bytes:,} bytes. The token embedding is the target's and not in
 {conversations:,} conversations with {answer_tokens:,} answer tokens, every answer written by the target itself,
 greedily ({greedy_share:.0%} of the conversations) or at temperatures {temperatures}. The questions are the target's
 own, sampled from an empty user turn or a few first words; put together from parts written for this project
-({composed_share:.0%} of those that were not given); or given ({given}). They have the forms in which the sets below
-are asked (a fenced signature after "Complete the following Python function.", a word problem, half of them with "Give
-the result as your final answer. Do not include units." or the like, the template's own system message), so acceptance
-on requests in quite other forms may be lower. No prompt of the sets is among them. The draft vocabulary holds
-{coverage:.1%} of the answer tokens.
+(at least {composed_share:.0%} of those that were not given); or given ({given}). Many have the forms in which the sets
+below are asked (a fenced signature after "Complete the following Python function.", a word problem with an instruction
+such as "Give the result as your final answer. Do not include units.", the template's own system message), so
+acceptance on requests in quite other forms may be lower. No prompt of the sets is among them. The draft vocabulary
+holds {coverage:.1%} of the answer tokens.
 
 ## Recipe
 
 {train_steps} training steps of about {batch_tokens:,} tokens, padding included ({epochs:.1f} passes over the data),
-{num_steps} draft steps unrolled, soft targets over the draft vocabulary, {optimizer}, learning rate
-{learning_rate:g} with a cosine. Writing the data took {generate_seconds:.0f} s, training {train_seconds:.0f} s, on
-{device}.
+{num_steps} draft steps unrolled, soft targets over the draft vocabulary, {optimizer},
+learning rate {learning_rate:g} with a cosine. Writing the data took {generate_seconds:.0f} s, training
+{train_seconds:.0f} s, on {device}.
 
 ## Acceptance
 

@@ -7,6 +7,8 @@ import os
 import torch
 
 from drafter_service.training import fused_kernels
+from drafter_service.training.decode_kernel import decode_attention
+from drafter_service.training.dense_attention import masked_decode_attention
 from kernels.reference.activation import silu_mul
 from kernels.reference.norm import rms_norm, rms_norm_residual
 from kernels.reference.rope import apply_rope
@@ -66,8 +68,19 @@ def check(dtype: torch.dtype, limit: float) -> None:
     near("its gradient", fused_kernels.soft_entropy_backward(weights, logits, probs, rows, lse), d_wide, limit)
 
 
+def check_decoding() -> None:
+    """One new token of each sequence over its dense cache, with and without a window."""
+    q = torch.randn(4, 6, 16, device=DEVICE)
+    k, v = (torch.randn(4, 150, 2, 16, device=DEVICE) for _ in range(2))
+    lens = torch.tensor([1, 64, 65, 150], device=DEVICE)
+    for window in (None, 20):
+        expected = masked_decode_attention(q, k, v, lens, 0.25, window)
+        near(f"decoding, window {window}", decode_attention(q, k, v, lens, 0.25, window), expected, 1e-5)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    check_decoding()
     check(torch.float32, 1e-5)
     check(torch.bfloat16, 2e-2)
     print("all agree")

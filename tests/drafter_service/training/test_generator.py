@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter_service.training.dense_attention import masked_decode_attention
 from drafter_service.training.generator import BatchGenerator, Job, Written
 from engine.decoder import Decoder
 from tests.tiny_models import EOS_TOKEN_ID, greedy_reference, load_reference, make_tiny_model
@@ -104,21 +103,3 @@ def test_jobs_that_depend_on_what_was_written_are_asked_for(decoder: Decoder) ->
             waiting.append(Job((*written.job.prompt, *written.tokens), 3, 0.0, tag=len(seen)))
     assert len(seen) == 3
     assert len(seen[2].job.prompt) == 8
-
-
-def test_the_gpu_kernel_equals_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under Triton's interpreter where there is no GPU."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="triton is not installed")
-    from drafter_service.training.decode_kernel import decode_attention
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    q = torch.randn(4, 6, 16, device=device)
-    k, v = (torch.randn(4, 150, 2, 16, device=device) for _ in range(2))
-    lens = torch.tensor([1, 64, 65, 150], device=device)
-    for window in (None, 20):
-        got = decode_attention(q, k, v, lens, 0.25, window)
-        expected = masked_decode_attention(q, k, v, lens, 0.25, window)
-        assert torch.allclose(got, expected, atol=1e-5)

@@ -194,7 +194,7 @@ def test_prefetch_keeps_the_order_passes_errors_on_and_ends() -> None:
     assert not endless._thread.is_alive()
 
 
-def test_fused_kernels_compute_what_the_reference_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_triton_kernels_compute_what_plain_torch_does(capsys: pytest.CaptureFixture[str]) -> None:
     """In a process of its own: Triton's interpreter must be chosen before Triton is imported."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
