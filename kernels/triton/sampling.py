@@ -46,8 +46,8 @@ def draw_from_chunk(logits, columns, temperature, seed, position, stream, first_
     score = tl.full([], 0.0, tl.float32)
     if temperature > 0:
         noise = gumbel_block(seed, position, stream, first_counter, CHUNK // 4)
-        # An excluded token has no score: its noise must not win in a chunk where everything is excluded.
-        scores = tl.where(logits == float("-inf"), float("-inf"), noise - behind_best(logits, best, temperature))
+        # A chunk in which everything is excluded gives a score as well: `best_of_chunks` sees that its best is -inf.
+        scores = noise - behind_best(logits, best, temperature)
         score, index = tl.max(scores, axis=0, return_indices=True)
     return best, score, index.to(tl.int32) + tl.min(columns, axis=0)
 

@@ -213,6 +213,40 @@ def test_a_plan_reads_its_buffers_when_it_runs() -> None:
         assert_equal_enough(got[row], torch.einsum("hk,khd->hd", probs, values))
 
 
+@pytest.mark.skipif(not ON_GPU, reason="no CUDA device on this machine: nothing to capture a graph on")
+def test_a_captured_graph_gives_what_running_gives() -> None:
+    """Captured under bounds, replayed on other lengths: the bits of a run outside the graph."""
+    bounds = to_device(make_case([60, 60, 60], [2, 2, 2], heads=(6, 2), head_dim=64, dtype=torch.bfloat16))
+    static = replace(bounds, metadata=replace(bounds.metadata, max_seq_len=4096))
+    plan = TritonAttention(6, 2, 64, 0.125).plan(static.metadata)
+    arguments = static.q, static.k, static.v, static.k_cache, static.v_cache
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        plan.run(*arguments)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        output = plan.run(*arguments)
+    for seed, lens in enumerate(([60, 60, 60], [3, 17, 40], [0, 59, 1])):
+        case = to_device(make_case(lens, [2, 2, 2], heads=(6, 2), head_dim=64, dtype=torch.bfloat16, seed=seed))
+        expected = (
+            TritonAttention(6, 2, 64, 0.125)
+            .plan(case.metadata)
+            .run(case.q, case.k, case.v, case.k_cache.clone(), case.v_cache.clone())
+        )
+        for name in ("q", "k", "v"):
+            getattr(static, name).copy_(getattr(case, name))
+        for name in ("k_cache", "v_cache"):
+            blocks = getattr(case, name)
+            getattr(static, name)[: blocks.shape[0]].copy_(blocks)
+        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+            getattr(static.metadata, name).copy_(getattr(case.metadata, name))
+        tables = case.metadata.block_tables
+        static.metadata.block_tables[:, : tables.shape[1]].copy_(tables)
+        graph.replay()
+        assert torch.equal(output, expected)
+
+
 def test_rotating_in_the_same_launch_is_rotating_before() -> None:
     case = to_device(make_case([12, 3], [1, 3], heads=(4, 2), head_dim=16))
     angle = torch.rand((4, 8), generator=torch.Generator().manual_seed(1))

@@ -80,6 +80,15 @@ def test_slot_mapping_without_rows_and_with_negative_blocks() -> None:
     assert got.tolist() == [-1, -1, 6, 7]
 
 
+def test_tokens_without_a_position_have_no_slot() -> None:
+    got = poisoned(6)
+    starts, tables, positions = there(
+        torch.tensor([0, 5], dtype=torch.int32), torch.tensor([[7, 3]], dtype=torch.int32), torch.tensor([0, 1, 2, 3])
+    )
+    slot_mapping.compute_slot_mapping(positions[:3], starts, tables, 4, 9, got)
+    assert got.tolist() == [28, 29, 30, -1, -1, -1]
+
+
 def test_slot_mapping_of_a_strided_table() -> None:
     batch = Batch(STEPS[1])
     plain, device = both(batch.positions, batch.starts, np.repeat(batch.tables, 2, axis=0))
@@ -121,7 +130,8 @@ def test_target_inputs(case: tuple[list[int], list[int], int, int, int, int], wi
         np.int32
     )
     drafts = np.random.default_rng(1).integers(-1, 9, (batch.num_rows, width))
-    for prompts in (prompt, prompt[:0]) if not is_prompt.any() else (prompt,):
+    # With no prompt at all, a row that says it is one runs as another would: nothing is read past the end.
+    for prompts in (prompt, prompt[:0]):
         plain, device = both(context_lens, anchors, seats, prompts, prompt_starts, drafts, batch.starts, is_prompt)
         outputs = torch.empty((2, batch.padded), dtype=torch.int64)
         got = poisoned(2, batch.padded)

@@ -94,19 +94,23 @@ def test_probabilities_of_a_wider_buffer_and_drafts_of_one() -> None:
     assert_same(got, expected)
 
 
-def test_an_empty_residual_falls_back_to_the_target() -> None:
-    """Draft probabilities that cover the target's everywhere leave no positive part; the refused draft is replaced."""
-    num = 400 if ON_GPU else 24
-    logits = torch.log(torch.tensor([[0.5, 0.5, 0, 0]])).expand(2 * num, 4).contiguous()
-    probs = torch.tensor([0.75, 0.75, 0, 0]).expand(num, 1, 4).contiguous()
+@pytest.mark.parametrize("second", [1, 4500])
+def test_an_empty_residual_falls_back_to_the_target(second: int) -> None:
+    """Draft probabilities that cover the target's leave no positive part; a refused draft is token 0 or `second`."""
+    num, vocab = (400 if ON_GPU else 20), second + 3
+    logits = torch.full((2 * num, vocab), -torch.inf)
+    logits[:, [0, second]] = 0
+    probs = torch.zeros((num, 1, vocab))
+    probs[:, 0, [0, second]] = 0.75
     rows = torch.arange(num)
     arguments = (
         *(logits, torch.arange(0, 2 * num + 1, 2, dtype=torch.int32), torch.zeros((num, 1), dtype=torch.int64)),
         *(torch.ones(num), rows, rows, rows < 0),
     )
-    expected = plain.verify(*arguments, probs, None)
+    expected = call(plain.verify, *arguments, probs, None)
     assert_same(call(kernel.verify, *there(*arguments), probs.to(DEVICE), None), expected)
     assert 0 < int(expected.num_accepted.sum()) < num
+    assert set(expected.tokens[:, 0].tolist()) == {0, second}
 
 
 @pytest.mark.skipif(not ON_GPU, reason="65,536 rows take hours under Triton's interpreter")
