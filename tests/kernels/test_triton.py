@@ -16,10 +16,11 @@ import torch
 
 from kernels.attention import registry
 from kernels.attention.registry import available_backends, make_attention
+from tests.kernels.triton.interpreter import what_is_missing
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
-WITH_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/kernels/triton runs on it")
+NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
+WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/kernels/triton runs on it")
 
 # Of the references, what is a building block of theirs and has another form in Triton.
 NOT_TWINS = {"philox": {"philox4x32"}, "slot_mapping": {"slots_of", "token_rows"}}
@@ -90,8 +91,9 @@ def in_a_process(arguments: list[str], tmp_path: Path, **variables: str) -> str:
     return done.stdout
 
 
-@WITHOUT_TRITON
-@WITH_A_GPU
+@NEEDS_TRITON
+@WITHOUT_A_GPU
+@pytest.mark.skipif(what_is_missing() is not None, reason=str(what_is_missing()))
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="tests/kernels/triton runs under the interpreter in this process"
 )
@@ -103,8 +105,8 @@ def test_kernels_under_the_interpreter(tmp_path: Path) -> None:
     assert " passed" in output
 
 
-@WITHOUT_TRITON
-@WITH_A_GPU
+@NEEDS_TRITON
+@WITHOUT_A_GPU
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """The interpreter takes what the compiler refuses."""
