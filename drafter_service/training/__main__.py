@@ -153,7 +153,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--max-len", type=int, default=defaults.max_len, help="longest conversation, in tokens")
     train.add_argument("--batch-tokens", type=int, default=defaults.batch_tokens)
     train.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
-    train.add_argument("--muon", action="store_true", help="inner matrices by Muon instead of AdamW")
+    train.add_argument(
+        "--muon",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.muon,
+        help="inner matrices by Muon rather than AdamW (default: yes)",
+    )
     train.add_argument("--draft-steps", type=int, default=loss.num_steps, help="draft steps unrolled in training")
     train.add_argument("--step-decay", type=float, default=loss.step_decay)
     train.add_argument("--dead-weight", type=float, default=loss.dead_weight)

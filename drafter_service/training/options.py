@@ -48,11 +48,11 @@ class TrainOptions:
     num_seats: int = 0
     max_len: int = 1024
     batch_tokens: int = 16384
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     weight_decay: float = 0.01
     warmup: float = 0.02
     clip: float = 1.0
-    muon: bool = False
+    muon: bool = True
     draft_vocab_size: int = 0
     intermediate_size: int = 0
     max_bytes: int = 16_000_000
