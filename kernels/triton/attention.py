@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.kv_write import packed_heads
+
 # Rows of up to this many query tokens are short.
 SHORT_LEN = 16
 # A key's address comes from a load itself, that of its block's id: Triton shares the stages out over the chain of
@@ -288,8 +290,10 @@ def attend(
 ) -> torch.Tensor:
     """`paged_attention` with the host's upper bounds of the rows' lengths, which size the launch and the scratch.
 
-    q: heads contiguous, tokens may be strided; caches contiguous; block_tables: rows may be strided.
+    q may be a view into a fused projection; caches contiguous; block_tables: rows may be strided. Bounds that are too
+    low read and write out of bounds.
     """
+    q = packed_heads(q)
     num_tokens, num_heads, head_dim = q.shape
     cache_block, num_kv_heads = k_cache.shape[1:3]
     num_rows = seq_lens.shape[0]

@@ -31,12 +31,19 @@ def _write(
         tl.store(v_cache_ptr + where, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
 
 
+def packed_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] itself where a token's heads are contiguous, as in a view into a fused projection; else a copy.
+
+    The kernels take one stride, that of the tokens, and would read other numbers without a word.
+    """
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> None:
-    """See `reference.kv_write.write_kv`. A token's heads are contiguous, tokens may be strided (views into a fused
-    projection); the caches are contiguous.
-    """
+    """See `reference.kv_write.write_kv`. Views into a fused projection are taken as they are; caches are contiguous."""
+    k, v = packed_heads(k), packed_heads(v)
     num_tokens, num_kv_heads, head_dim = k.shape
     if num_tokens == 0:
         return

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.kv_write import packed_heads
+
 # Heads that one program rotates: a decode token spreads over several programs, and a prompt's are not too small.
 BLOCK_HEADS = 4
 
@@ -63,7 +65,8 @@ def _rope(
 def apply_rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.rope.apply_rope`, float32 inside. A token's heads are contiguous, tokens may be strided."""
+    """See `reference.rope.apply_rope`, float32 inside. Views into a fused projection are taken as they are."""
+    q, k = packed_heads(q), packed_heads(k)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], head_dim // 2
     out_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)

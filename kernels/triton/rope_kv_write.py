@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.kv_write import packed_heads
 from kernels.triton.rope import BLOCK_HEADS, rotate_heads
 
 
@@ -73,9 +74,10 @@ def rope_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> torch.Tensor:
-    """See `reference.rope_kv_write.rope_kv_write`, float32 inside. A token's heads are contiguous, tokens may be
-    strided (views into a fused projection); the caches are contiguous.
+    """See `reference.rope_kv_write.rope_kv_write`, float32 inside. Views into a fused projection are taken as they are;
+    the caches are contiguous.
     """
+    q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], head_dim // 2
     out_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -19,7 +19,7 @@ from tests.kernels.triton.device import DEVICE, DTYPES, ON_GPU
 
 # Small stretches and few programs: rows of a few dozen keys are split, and programs take several items each.
 TILING = Tiling(block_keys=16, split_keys=16, max_splits=4, long_tile=32, num_programs=3, num_stages=2)
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 1e-5 if ON_GPU else 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def to_device(case: Case) -> Case:

@@ -119,6 +119,18 @@ def test_the_parts_and_the_fused_write_agree_to_the_bit() -> None:
     assert torch.equal(caches[2:], caches[:2])
 
 
+def test_heads_that_are_not_side_by_side() -> None:
+    """A layout that no stride of tokens describes is copied, not misread."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in projections(3, 4, 2, 16, torch.float32))
+    cos, sin = angles(3, 16, False, torch.float32)
+    (slots,) = there(torch.tensor([2, 5, 0]))
+    caches = torch.zeros((4, 2, 4, 2, 16), device=q.device)
+    expected = plain_rope_write.rope_kv_write(q, k, v, cos, sin, slots, caches[0], caches[1])
+    assert_near(rope_kv_write.rope_kv_write(q, k, v, cos, sin, slots, caches[2], caches[3]), expected, torch.float32)
+    assert_near(caches[2:], caches[:2], torch.float32)
+    assert_near(rope.apply_rope(q, k, cos, sin)[0], expected, torch.float32)
+
+
 def test_nothing_to_do() -> None:
     q, k, v = projections(0, 4, 2, 16, torch.float32)
     cos, sin = angles(0, 16, False, torch.float32)
