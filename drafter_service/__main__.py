@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
-import threading
 
 from drafter_service.assembly import make_info, make_speculator
 from drafter_service.config import DrafterConfig
 from drafter_service.server import DrafterServer
 from engine.config_file import load_model_name, load_section
 from engine.errors import OutriderError
+from engine.stop_signal import StopSignal
 
 WATCH_S = 0.5  # how often the main thread looks whether the device thread still lives
 
@@ -26,9 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", help="the target's model directory; overrides the file's `model:`")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    stop = StopSignal()
     try:
         config = load_section(options.config, "drafter", DrafterConfig)
         model = load_model_name(options.config, options.model) if config.method == "eagle3" else None
@@ -39,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     server.start()
     print(f"drafter ready on {server.address} method={config.method} draft_len<={config.max_draft_len}", flush=True)
-    while not stopped.wait(WATCH_S) and not server.failed.is_set():
+    while not stop.wait(WATCH_S) and not server.failed.is_set():
         pass
     server.stop()
     return 1 if server.failed.is_set() else 0

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 import threading
 
 from engine.config_file import load_model_name, load_section
 from engine.errors import OutriderError
 from engine.fetch import fetch_model
+from engine.stop_signal import StopSignal
 from target_service.assembly import build_target
 from target_service.config import TargetConfig
 from target_service.server import TargetServer
+
+WATCH_S = 0.25  # how late a signal may be noticed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,14 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", help="model directory; overrides the file's `model:`")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stopped, failed = threading.Event(), threading.Event()
+    stop, failed = StopSignal(), threading.Event()
 
     def fail() -> None:
         failed.set()
-        stopped.set()
+        stop.ask()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
     try:
         config = load_section(options.config, "target", TargetConfig)
         model_name = load_model_name(options.config, options.model)
@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     server.start()
     print(f"target ready on {server.address} model={model_name} blocks={target.info.num_blocks}", flush=True)
-    stopped.wait()
+    while not stop.wait(WATCH_S):
+        pass
     server.stop()
     return 1 if failed.is_set() else 0
 
