@@ -6,6 +6,8 @@ What cannot work is refused here, before anything listens.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from drafter_service.ngram import NgramSpeculator
 from drafter_service.settings import CacheSettings
 from drafter_service.speculator import Speculator
 from engine.decoder import Decoder
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelError
 from engine.fetch import fetch_model
 from engine.model_config import ModelConfig
 from engine.weights import SafetensorsWeights
@@ -57,7 +59,8 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
         case "draft_model":
             if config.checkpoint is None:
                 raise ConfigError("drafter.checkpoint", "is required with method draft_model")
-            decoder = Decoder.load(fetch_model(config.checkpoint), _DTYPES[config.dtype], config.device)
+            with _naming_the_checkpoint(config.checkpoint):
+                decoder = Decoder.load(fetch_model(config.checkpoint), _DTYPES[config.dtype], config.device)
             return DraftModelSpeculator(decoder, settings)
         case "eagle3":
             if target_model is None:
@@ -81,11 +84,27 @@ def make_info(config: DrafterConfig, speculator: Speculator) -> ServiceInfo:
     )
 
 
+@contextmanager
+def _naming_the_checkpoint(name: str | None) -> Iterator[None]:
+    """A checkpoint that is not there, or does not fit, becomes a ConfigError of the key that names it.
+
+    name: what the key says; None where a random head stands in, whose errors stay as they are.
+    """
+    try:
+        yield
+    except ModelError as error:
+        if name is None:
+            raise
+        detail = str(error) if name in str(error) else f"{name}: {error}"
+        raise ConfigError("drafter.checkpoint", detail) from error
+
+
 def _eagle3(config: DrafterConfig, settings: CacheSettings, target_directory: Path) -> Eagle3Speculator:
     target = ModelConfig.from_directory(target_directory)
     dtype, device = _DTYPES[config.dtype], torch.device(config.device)
     if config.checkpoint is not None:
-        head = load_head(fetch_model(config.checkpoint), dtype, device)
+        with _naming_the_checkpoint(config.checkpoint):
+            head = load_head(fetch_model(config.checkpoint), dtype, device)
     elif config.random_head is not None:
         head = _random_head(config, target, dtype, device)
     else:
@@ -98,9 +117,13 @@ def _eagle3(config: DrafterConfig, settings: CacheSettings, target_directory: Pa
     if head.embed_tokens is None:
         with SafetensorsWeights(target_directory) as weights:
             shape = (target.vocab_size, target.hidden_size)
-            head.attach_embedding(weights.get("model.embed_tokens.weight", shape))
+            embedding = weights.get("model.embed_tokens.weight", shape)
+        with _naming_the_checkpoint(config.checkpoint):
+            head.attach_embedding(embedding)
+    with _naming_the_checkpoint(config.checkpoint):
+        hidden_layers = head.config.layers_of_target(target.num_layers)
     head.pack()
-    return Eagle3Speculator(head, head.config.layers_of_target(target.num_layers), settings)
+    return Eagle3Speculator(head, hidden_layers, settings)
 
 
 def _random_head(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Eagle3Head:

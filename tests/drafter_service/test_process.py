@@ -91,6 +91,7 @@ def test_kill_and_restart(
         ({"block_size": 24}, "drafter.block_size: must be a power of two"),
         ({"ngram": {"min_n": 5, "max_n": 3}}, "drafter.ngram: min_n 5 is above max_n 3"),
         ({"method": "draft_model"}, "drafter.checkpoint: is required"),
+        ({"method": "draft_model", "checkpoint": "no-such"}, "drafter.checkpoint: 'no-such' is neither a directory"),
         ({"method": "eagle3"}, "model: must name a model"),
         ({"method": "ngram", "metadata_source": "reuse"}, "drafter.metadata_source"),
     ],
@@ -119,8 +120,16 @@ def test_heads_that_do_not_fit_the_target(
 
     for name, overrides, message in (
         ("hidden", {"target_hidden_size": 32}, "drafter.checkpoint: the head reads hidden states of 32"),
-        ("layers", {"hidden_layers": (0, 1, 7)}, "captured layers (0, 1, 7) in a target of 3 layers"),
-        ("vocab", {"vocab_size": 600}, "token embedding is (512, 64), the EAGLE-3 head takes (600, 64)"),
+        (
+            "layers",
+            {"hidden_layers": (0, 1, 7)},
+            "drafter.checkpoint: {head}: captured layers (0, 1, 7) in a target of 3",
+        ),
+        (
+            "vocab",
+            {"vocab_size": 600},
+            "drafter.checkpoint: {head}: token embedding is (512, 64), the EAGLE-3 head takes (600",
+        ),
     ):
         head = random_head(head_config(**overrides), torch.float32, torch.device("cpu"), 0)
         save_head(head, tmp_path / name)
@@ -128,4 +137,4 @@ def test_heads_that_do_not_fit_the_target(
             tmp_path / f"{name}.yaml", tiny_directory, method="eagle3", checkpoint=str(tmp_path / name)
         )
         assert main(["--config", str(config)]) == 2
-        assert message in capsys.readouterr().err
+        assert message.format(head=tmp_path / name) in capsys.readouterr().err
