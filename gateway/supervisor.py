@@ -2,14 +2,15 @@
 
 Every service is a process of its own. One that dies before it was ever ready ends the start, with its last words; one
 that dies later is started again, after a pause that doubles while it keeps dying. Stopping goes from the gateway
-inwards, with a deadline for each and SIGKILL behind it. Should the supervisor itself be killed, the kernel ends the
-services (see `stack.leash`).
+inwards, with a deadline for each, a short one for who was never ready, and SIGKILL behind it. Should the supervisor
+itself be killed, the kernel ends the services (see `stack.leash`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from gateway.stack.process import ServiceProcess
 from gateway.stack.settings import ServiceSpec
 
 LAST_LINES = 30
+BAD_START = 2  # a service's exit status when its config or model is no good; what is wrong with it is a line like:
+COMPLAINT = re.compile(r"(?:target_service|drafter_service|gateway): (.+)")
 
 
 class ServiceState(Enum):
@@ -36,7 +39,8 @@ class ServiceState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SupervisorLimits:
-    """Seconds. start: until all services are ready. stop: for each to end by itself after SIGTERM.
+    """Seconds. start: until all services are ready. stop: for each to end by itself after SIGTERM; stop_unready: for
+    one that was never ready, so has nothing to drain, and may be deaf while it loads a model.
 
     first_backoff, last_backoff: pause before a restart, doubling from one to the other while the service lives for
     less than `steady`. poll: between two looks at a service that is not ready; probe: for one answer to such a look.
@@ -44,6 +48,7 @@ class SupervisorLimits:
 
     start_s: float = 300.0
     stop_s: float = 10.0
+    stop_unready_s: float = 1.0
     first_backoff_s: float = 0.5
     last_backoff_s: float = 15.0
     steady_s: float = 30.0
@@ -145,7 +150,7 @@ class Supervisor:
     async def _stop_one(self, service: _Service) -> None:
         process = service.process
         if process is not None:
-            await process.stop(self._limits.stop_s)
+            await process.stop(self._limits.stop_s if service.was_ready else self._limits.stop_unready_s)
             await process.wait()
             service.process = None
             self._set(service, ServiceState.STOPPED, "")
@@ -189,7 +194,7 @@ class Supervisor:
                 await asyncio.gather(watcher, return_exceptions=True)
             service.process = None
             if not service.was_ready:
-                self._fail(service, f"ended before it was ready ({_status_text(status)})")
+                self._fail(service, _why_not_started(status, service.last_lines))
                 return
             if time.monotonic() - started >= self._limits.steady_s:
                 backoff = self._limits.first_backoff_s
@@ -205,6 +210,14 @@ class Supervisor:
                 await asyncio.sleep(self._limits.poll_s)
         service.was_ready = True
         self._set(service, ServiceState.READY, "")
+
+
+def _why_not_started(status: int, last_lines: Sequence[str]) -> str:
+    if status == BAD_START:
+        for line in reversed(last_lines):
+            if complaint := COMPLAINT.fullmatch(line):
+                return f"cannot start: {complaint[1]}"
+    return f"ended before it was ready ({_status_text(status)})"
 
 
 def _status_text(status: int) -> str:

@@ -1,8 +1,9 @@
 """A service with nothing in it: gRPC health on a port, and the manners its arguments ask for.
 
-    python dummy_service.py ADDRESS [--fail] [--deaf] [--child PIDFILE] [--crash-file FILE]
+    python dummy_service.py ADDRESS [--fail] [--refuse] [--slow] [--deaf] [--child PIDFILE] [--crash-file FILE]
 
---fail: print and exit 3 before being ready. --deaf: ignore SIGTERM. --child: start a process that sleeps, in our group.
+--fail: print and exit 3 before being ready. --refuse: as a service whose config is wrong. --slow: never be ready, and
+ignore SIGTERM. --deaf: ignore SIGTERM. --child: start a process that sleeps, in our group.
 --crash-file: exit 7 as soon as that file is there (and remove it).
 """
 
@@ -24,6 +25,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("address")
     parser.add_argument("--fail", action="store_true")
+    parser.add_argument("--refuse", action="store_true")
+    parser.add_argument("--slow", action="store_true")
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--child", type=Path)
     parser.add_argument("--crash-file", type=Path)
@@ -33,6 +36,15 @@ def main() -> int:
     if arguments.fail:
         print("config.key: is wrong", flush=True)
         return 3
+    if arguments.refuse:
+        print("target_service: target.num_bloks: unknown key", file=sys.stderr, flush=True)
+        print("a library's goodbye", file=sys.stderr, flush=True)
+        return 2
+    if arguments.slow:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        print("loading", flush=True)
+        while True:
+            signal.pause()
     if arguments.child is not None:
         child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
         arguments.child.write_text(str(child.pid))

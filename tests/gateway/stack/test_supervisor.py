@@ -64,6 +64,24 @@ async def test_a_service_that_cannot_start_ends_the_start_with_its_last_words(
     assert caught.value.last_lines[-1] == "config.key: is wrong"
 
 
+async def test_a_service_that_refuses_its_config_is_quoted_and_nobody_waits_for_one_that_loads(
+    reserve_port: type[ReservedPort],
+) -> None:
+    seen = Seen()
+    limits = SupervisorLimits(start_s=20, stop_s=60, stop_unready_s=0.2, poll_s=0.02)
+    specs = [spec("drafter", reserve_port().address, "--slow")]
+    async with Supervisor(specs, seen.on_line, seen.on_state, limits) as supervisor:
+        await seen.until(lambda: ("drafter", "loading") in seen.lines)
+        began = time.monotonic()
+        await supervisor.stop()
+        assert time.monotonic() - began < 30
+    specs = [spec("target", reserve_port().address, "--refuse")]
+    async with Supervisor(specs, seen.on_line, seen.on_state, limits) as supervisor:
+        with pytest.raises(StartFailed) as caught:
+            await supervisor.wait_ready()
+    assert str(caught.value) == "target: cannot start: target.num_bloks: unknown key"
+
+
 async def test_a_service_that_is_never_ready_is_named(reserve_port: type[ReservedPort]) -> None:
     seen = Seen()
     limits = SupervisorLimits(start_s=1.5, stop_s=5, poll_s=0.02, probe_s=0.2)
