@@ -91,6 +91,8 @@ async def served_model(client: openai.AsyncOpenAI) -> str:
 
     try:
         models = await client.models.list()
+    except openai.APIConnectionError as error:
+        raise AnswerFailed(f"{client.base_url}: {error} Is `outrider up` (or `make serve`) running there?") from error
     except openai.OpenAIError as error:
         raise AnswerFailed(f"{client.base_url}: {error}") from error
     return models.data[0].id

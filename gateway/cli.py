@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -96,7 +96,8 @@ def chat(
 
     console = Console(highlight=False)
     conversation = Conversation(url, None if system is None else _text(system), draft_len, max_tokens, temperature)
-    _run(converse(conversation, _text(" ".join(message)) if message else None, console), console)
+    work = converse(conversation, _text(" ".join(message)) if message else None, console)
+    _run(work, console, on_interrupt=conversation.interrupt)
 
 
 def _text(argument: str) -> str:
@@ -164,10 +165,15 @@ async def _up(config: Path, console: Console) -> None:
             console.print("Stopping", highlight=False)
 
 
-def _run(work: Coroutine[Any, Any, ResultT], console: Console, interrupted: int = INTERRUPTED) -> ResultT:
+def _run(
+    work: Coroutine[Any, Any, ResultT],
+    console: Console,
+    interrupted: int = INTERRUPTED,
+    on_interrupt: Callable[[], bool] = lambda: False,
+) -> ResultT:
     """Run a command; what a person can put right becomes one line and an exit status.
 
-    interrupted: the exit status after a signal.
+    interrupted: the exit status after a signal. on_interrupt: called on Ctrl-C; True: that was all it was for.
     """
     from gateway.chat_client import AnswerFailed, ClientMissing
     from gateway.errors import ConfigError
@@ -175,7 +181,7 @@ def _run(work: Coroutine[Any, Any, ResultT], console: Console, interrupted: int 
     from gateway.supervisor import StartFailed
 
     try:
-        return asyncio.run(_until_signal(work))
+        return asyncio.run(_until_signal(work, on_interrupt))
     except (ConfigError, StartFailed, AnswerFailed, ClientMissing, Silent) as error:
         console.print(f"outrider: {error}", style="red", soft_wrap=True, markup=False, highlight=False)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
@@ -183,21 +189,23 @@ def _run(work: Coroutine[Any, Any, ResultT], console: Console, interrupted: int 
         raise typer.Exit(interrupted) from None
 
 
-async def _until_signal(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def _until_signal(work: Coroutine[Any, Any, ResultT], on_interrupt: Callable[[], bool]) -> ResultT:
     """Run `work`, cancelled by SIGINT, SIGTERM or SIGHUP; a second one kills the services through our own end."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     asked = False
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
         nonlocal asked
+        if number == signal.SIGINT and on_interrupt():
+            return
         if asked:  # on a leash, they end with us
             os._exit(INTERRUPTED)
         asked = True
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     return await task
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +30,11 @@ class Conversation:
     max_tokens: int | None
     temperature: float
     messages: list[ChatCompletionMessageParam] = field(default_factory=list)
+    answering: asyncio.Task[None] | None = None
+
+    def interrupt(self) -> bool:
+        """Ctrl-C: stop the answer that comes in, False where none does."""
+        return self.answering is not None and self.answering.cancel()
 
 
 async def converse(conversation: Conversation, question: str | None, console: Console) -> None:
@@ -39,16 +47,29 @@ async def converse(conversation: Conversation, question: str | None, console: Co
             await _turn(conversation, question, client, model, console)
             return
         console.print(
-            Text.assemble(("outrider chat", "bold"), f" with {model}   ", legend(), ("   Ctrl-D ends", "dim"))
+            Text.assemble(
+                ("outrider chat", "bold"),
+                f" with {model}   ",
+                legend(),
+                ("   Ctrl-C stops an answer, Ctrl-D ends", "dim"),
+            )
         )
         while (line := await _read_line(console)) is not None:
             if not line.strip():
                 continue
+            conversation.answering = asyncio.create_task(_turn(conversation, line, client, model, console))
             try:
-                await _turn(conversation, line, client, model, console)
+                await conversation.answering
             except AnswerFailed as error:  # the conversation goes on without this turn
                 conversation.messages.pop()
                 console.print(Text(str(error), style="red"))
+            except asyncio.CancelledError:
+                if (ours := asyncio.current_task()) is not None and ours.cancelling():
+                    raise
+                conversation.messages.pop()
+                console.print(Text("\nstopped; this turn is forgotten", style="dim"))
+            finally:
+                conversation.answering = None
 
 
 async def _turn(
@@ -79,8 +100,33 @@ def _figures(answer: Answer) -> str:
 
 async def _read_line(console: Console) -> str | None:
     """One line from the keyboard, None at the end of input."""
+    if not sys.stdin.isatty():
+        return await asyncio.to_thread(_input, console)
+    # Nothing wakes a thread that waits for a key: after Ctrl-C nobody may have to wait for it to end.
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[str | None] = loop.create_future()
+
+    def read() -> None:
+        text = _input(console)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_hand_over, line, text)
+
+    threading.Thread(target=read, name="keyboard", daemon=True).start()
     try:
-        return await asyncio.to_thread(console.input, "[bold]> [/bold]")
+        return await line
+    except asyncio.CancelledError:
+        console.print()
+        raise
+
+
+def _hand_over(line: asyncio.Future[str | None], text: str | None) -> None:
+    if not line.done():
+        line.set_result(text)
+
+
+def _input(console: Console) -> str | None:
+    try:
+        return console.input("[bold]> [/bold]")
     except EOFError:
         console.print()
         return None

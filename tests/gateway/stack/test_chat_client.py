@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 
@@ -94,6 +95,49 @@ async def test_a_conversation_remembers_and_outlives_an_error(
     assert [message.get("content") for message in conversation.messages][1::2] == ["first", "second"]
     assert "\x1b[32m" in output.getvalue()  # accepted drafts in green
     assert "messages: are bad" in output.getvalue()
+
+
+async def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
+    dispatcher: fakes.FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    typed = iter(["for ever", "short"])
+
+    def type_line(_prompt: str) -> str:
+        line = next(typed, None)
+        if line is None:
+            raise EOFError
+        dispatcher.never_ends = line == "for ever"
+        return line
+
+    monkeypatch.setattr(console, "input", type_line)
+    async with serving(dispatcher) as url:
+        conversation = Conversation(url, None, None, 50, 0.0)
+        assert not conversation.interrupt()  # at the prompt Ctrl-C means the whole
+        talk = asyncio.create_task(converse(conversation, None, console))
+        await dispatcher.wait_open(1)
+        assert conversation.interrupt()
+        await asyncio.wait_for(talk, 30)
+        await dispatcher.wait_open(0)
+        assert not conversation.interrupt()
+    assert [message.get("content") for message in conversation.messages] == ["short", fakes.ANSWER]
+    assert "stopped; this turn is forgotten" in output.getvalue()
+
+
+async def test_a_conversation_that_is_cancelled_while_it_answers_ends(
+    dispatcher: fakes.FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    monkeypatch.setattr(console, "input", lambda _prompt: "for ever")
+    dispatcher.never_ends = True
+    async with serving(dispatcher) as url:
+        talk = asyncio.create_task(converse(Conversation(url, None, None, 50, 0.0), None, console))
+        await dispatcher.wait_open(1)
+        talk.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(talk, 30)
+        await dispatcher.wait_open(0)
 
 
 def test_the_json_line_has_the_agreed_fields() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -89,6 +90,30 @@ async def test_chat_takes_bytes_that_are_no_text(locale: str, typed: bool) -> No
         output, _ = await asyncio.wait_for(process.communicate(said + b"\n" if typed else b""), 60)
     assert process.returncode == 0, output
     assert "caf\ufffd" in dispatcher.tokenizer.decode(dispatcher.submitted[0].token_ids)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are for POSIX")
+async def test_ctrl_c_at_the_prompt_ends_chat_without_another_key() -> None:
+    import pty
+
+    async with serving(fakes.FakeDispatcher(tiny_tokenizers.byte_level())) as url:
+        ours, theirs = pty.openpty()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "gateway.cli", "chat", "--url", url),
+                cwd=ROOT,
+                stdin=theirs,
+                stdout=theirs,
+                stderr=theirs,
+            )
+            seen = b""
+            while b"> " not in seen:
+                seen += await asyncio.wait_for(asyncio.to_thread(os.read, ours, 4096), 60)
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.wait_for(process.wait(), 60) == 130
+        finally:
+            os.close(theirs)
+            os.close(ours)
 
 
 def test_no_command_loads_torch(processes: ProcessGroup) -> None:
