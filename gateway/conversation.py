@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import openai
     from openai.types.chat import ChatCompletionMessageParam
 
+MIN_TOKENS_FOR_SPEED = (
+    16  # a short answer may arrive as one packet: no time passes between its first token and its last
+)
+
 
 @dataclass(slots=True)
 class Conversation:
@@ -92,10 +96,10 @@ async def _turn(
 
 def _figures(answer: Answer) -> str:
     accepted = sum(answer.from_draft)
-    return (
-        f"{len(answer.token_ids)} tokens, {accepted} of them drafted, {answer.mean_accepted_len:.2f} a step, "
-        f"{answer.tokens_per_second:.1f} tokens/s"
-    )
+    figures = f"{len(answer.token_ids)} tokens, {accepted} of them drafted, {answer.mean_accepted_len:.2f} a step"
+    if len(answer.token_ids) < MIN_TOKENS_FOR_SPEED:
+        return figures
+    return f"{figures}, {answer.tokens_per_second:.1f} tokens/s"
 
 
 async def _read_line(console: Console) -> str | None:

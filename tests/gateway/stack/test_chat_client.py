@@ -97,6 +97,15 @@ async def test_a_conversation_remembers_and_outlives_an_error(
     assert "messages: are bad" in output.getvalue()
 
 
+@pytest.mark.parametrize(("max_tokens", "told"), [(15, False), (16, True)])
+async def test_a_short_answer_has_no_speed(dispatcher: fakes.FakeDispatcher, max_tokens: int, told: bool) -> None:
+    output = io.StringIO()
+    async with serving(dispatcher) as url:
+        await converse(Conversation(url, None, None, max_tokens, 0.0), "hi", Console(file=output, width=200))
+    assert f"{max_tokens} tokens, " in output.getvalue()
+    assert (" a step, " in output.getvalue()) == told
+
+
 async def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
     dispatcher: fakes.FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
