@@ -2,8 +2,8 @@
 
 `python -m engine.fetch NAME` prints its directory as the last line of stdout; progress goes to stderr. NAME is a
 directory (used as it is), the built-in `smollm2-135m-instruct` (weights from a package of the Python package index,
-converted once into the cache), a drafter that ships in `assets/`, or a model hub id. The cache is $OUTRIDER_CACHE, by default ~/.cache/outrider; what is
-in it under its final name is complete.
+converted once into the cache), a drafter that ships in `assets/`, or a model hub id. The cache is
+$OUTRIDER_CACHE, by default ~/.cache/outrider; what is in it under its final name is complete.
 """
 
 from __future__ import annotations
