@@ -182,6 +182,7 @@ def _step_request(message: common_pb2.StepPlan) -> StepRequest:
         channel_epoch=message.channel_epoch,
         rows=tuple(RowRequest(row.request_id, row.epoch, row.draft_len) for row in message.rows),
         deadline_ms=message.deadline_ms,
+        ahead=message.ahead,
     )
 
 

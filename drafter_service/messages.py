@@ -54,13 +54,17 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """One step: rows in the ring entry's order. deadline_ms: how long the services wait for each other inside it."""
+    """One step: rows in the ring entry's order. deadline_ms: how long the services wait for each other inside it.
+
+    ahead: plans that may follow before the gateway has this step's verdict; 0: lockstep.
+    """
 
     seq: int
     channel_id: str
     channel_epoch: int
     rows: tuple[RowRequest, ...]
     deadline_ms: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

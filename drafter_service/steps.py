@@ -21,8 +21,8 @@ from engine.errors import ChannelError
 
 _log = logging.getLogger(__name__)
 
-# Plans of a channel that wait behind a step when drafts for it are of no use any more: the target takes the drafts of
-# step n in step n + 1, so it has gone past them once the plan of step n + 2 is here.
+# Plans of a channel that wait behind a step, beyond those sent ahead, when drafts for it are of no use any more: the
+# target takes the drafts of step n in step n + 1, so it has gone past them once, in lockstep, plan n + 2 is here.
 USELESS_BEHIND = 2
 
 
@@ -39,8 +39,9 @@ class PendingStep:
 class StepRunner:
     """Runs plans. Used by the device thread only.
 
-    max_wait_s: the longest wait for an entry while nothing else is known of the channel; once the next plan is there,
-    which in lockstep means that the entry has been published or never will be, the plan's own deadline counts.
+    max_wait_s: the longest wait for an entry while nothing else is known of the channel; once a plan is there that was
+    sent after the step's verdict (the next one in lockstep), so that the entry has been published or never will be,
+    the plan's own deadline counts.
     """
 
     def __init__(self, speculator: Speculator, residents: Residents, max_wait_s: float) -> None:
@@ -63,6 +64,7 @@ class StepRunner:
         """
         plan, channel = pending.plan, link.attached.channel
         now = time.monotonic()
+        later_plans = max(0, later_plans - plan.ahead)
         if later_plans and not pending.hurried:
             pending.hurried = True
             pending.end = min(pending.end, now + plan.deadline_ms / 1e3)

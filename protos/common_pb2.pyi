@@ -134,20 +134,22 @@ class RowPlan(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., context_len: _Optional[int] = ..., query_len: _Optional[int] = ..., verify_len: _Optional[int] = ..., draft_len: _Optional[int] = ..., samples: bool = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("seq", "channel_id", "channel_epoch", "rows", "drafts_from_seq", "deadline_ms")
+    __slots__ = ("seq", "channel_id", "channel_epoch", "rows", "drafts_from_seq", "deadline_ms", "ahead")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FROM_SEQ_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     seq: int
     channel_id: str
     channel_epoch: int
     rows: _containers.RepeatedCompositeFieldContainer[RowPlan]
     drafts_from_seq: int
     deadline_ms: int
-    def __init__(self, seq: _Optional[int] = ..., channel_id: _Optional[str] = ..., channel_epoch: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowPlan, _Mapping]]] = ..., drafts_from_seq: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    ahead: int
+    def __init__(self, seq: _Optional[int] = ..., channel_id: _Optional[str] = ..., channel_epoch: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowPlan, _Mapping]]] = ..., drafts_from_seq: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., ahead: _Optional[int] = ...) -> None: ...
 
 class RegionDescriptor(_message.Message):
     __slots__ = ("name", "kind", "handle", "offset", "shape", "dtype", "device_uuid")

@@ -14,10 +14,12 @@ class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_STATUS_OK: _ClassVar[RowStatus]
     ROW_STATUS_STARVED: _ClassVar[RowStatus]
     ROW_STATUS_UNKNOWN: _ClassVar[RowStatus]
+    ROW_STATUS_SKIPPED: _ClassVar[RowStatus]
 ROW_STATUS_UNSPECIFIED: RowStatus
 ROW_STATUS_OK: RowStatus
 ROW_STATUS_STARVED: RowStatus
 ROW_STATUS_UNKNOWN: RowStatus
+ROW_STATUS_SKIPPED: RowStatus
 
 class TargetCommand(_message.Message):
     __slots__ = ("hello", "admit", "plan", "release")

@@ -78,7 +78,8 @@ class StepRecord:
 class OpenChannel:
     """One channel in use. Apart from `last_alive`, used by the device thread only.
 
-    shares_blocks: the drafter mirrors our block tables (`metadata_source: reuse`).
+    shares_blocks: the drafter mirrors our block tables (`metadata_source: reuse`). missed_at: the last step that waited
+    for drafts in vain.
     """
 
     end: TargetChannel
@@ -86,6 +87,7 @@ class OpenChannel:
     hidden_layers: tuple[int, ...]
     shares_blocks: bool
     last_alive: float
+    missed_at: int = -(1 << 63)
     _places: OrderedDict[int, dict[tuple[str, int], int]] = field(default_factory=OrderedDict)
 
     def rows_of(self, seq: int) -> dict[tuple[str, int], int] | None:

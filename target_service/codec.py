@@ -40,6 +40,7 @@ _ROW_STATUS = {
     RowStatus.OK: target_pb2.ROW_STATUS_OK,
     RowStatus.STARVED: target_pb2.ROW_STATUS_STARVED,
     RowStatus.UNKNOWN: target_pb2.ROW_STATUS_UNKNOWN,
+    RowStatus.SKIPPED: target_pb2.ROW_STATUS_SKIPPED,
 }
 
 
@@ -207,6 +208,7 @@ def _step_request(message: common_pb2.StepPlan) -> StepRequest:
         ),
         drafts_from_seq=message.drafts_from_seq,
         deadline_ms=message.deadline_ms,
+        ahead=message.ahead,
     )
 
 

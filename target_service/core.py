@@ -22,13 +22,14 @@ from target_service.messages import (
     Hello,
     ReleaseReply,
     ReleaseRequest,
+    RowRequest,
     ServiceInfo,
     StepReply,
     StepRequest,
     Unreadable,
 )
 from target_service.runner import StepRunner
-from target_service.sessions import Sessions
+from target_service.sessions import Session, Sessions
 from target_service.streams import GatewayStream
 
 _log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class TargetCore:
             return self._admit(stream, command)
         if isinstance(command, StepRequest):
             return self._step(stream, command)
+        stream.withdrawn.discard((command.request_id, command.epoch))
         self.sessions.release(command.request_id, command.epoch, stream.stream_id)
         return ReleaseReply(command.request_id, command.epoch, self.sessions.capacity)
 
@@ -131,13 +133,18 @@ class TargetCore:
         stream.last_seq = step.seq
         stream.last_channel = (step.channel_id, step.channel_epoch)
         check_step(step, self._limits)
-        sessions = [self.sessions.find(row.request_id, row.epoch, stream.stream_id) for row in step.rows]
+        sessions = [self._session_of(stream, row) for row in step.rows]
         for index, (row, session) in enumerate(zip(step.rows, sessions, strict=True)):
             if session is not None:
-                self.sessions.check_row(f"rows[{index}]", row, session)
+                self.sessions.check_row(f"rows[{index}]", row, session, planned_ahead=step.ahead > 0)
         channel = self.channels.find(step.channel_id, step.channel_epoch) if step.channel_id else None
         deadline_s = min(step.deadline_ms / 1e3, self._max_wait_s)
         return self._runner.run(step, sessions, channel, deadline_s)
+
+    def _session_of(self, stream: GatewayStream, row: RowRequest) -> Session | None:
+        if (row.request_id, row.epoch) in stream.withdrawn:
+            return None  # its release waits behind this plan, which was sent ahead: nobody reads what it would give
+        return self.sessions.find(row.request_id, row.epoch, stream.stream_id)
 
     def _abandon(self, stream: GatewayStream, command: Command) -> None:
         """After a bug in the middle of a command: what it touched is not to be trusted, so its requests are let go."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from target_service.core import TargetCore
-from target_service.messages import Command
+from target_service.messages import Command, ReleaseRequest
 from target_service.streams import GatewayStream
 
 _log = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ class DeviceThread:
         """Queue a command, waiting while the queue is full. False when it never will be: stopping, or the stream's
         end.
         """
+        if isinstance(command, ReleaseRequest):
+            stream.withdrawn.add((command.request_id, command.epoch))
         return self._put(_Job(stream, command))
 
     def end_stream(self, stream: GatewayStream) -> None:

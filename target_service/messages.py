@@ -71,7 +71,10 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """One step. channel_id empty: no drafter, nothing is published. drafts_from_seq 0: no drafts to verify."""
+    """One step. channel_id empty: no drafter, nothing is published. drafts_from_seq 0: no drafts to verify.
+
+    ahead: plans that may follow before the gateway has this step's verdict; 0: lockstep.
+    """
 
     seq: int
     channel_id: str
@@ -79,6 +82,7 @@ class StepRequest:
     rows: tuple[RowRequest, ...]
     drafts_from_seq: int
     deadline_ms: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,7 @@ class RowStatus(Enum):
     OK = auto()
     STARVED = auto()
     UNKNOWN = auto()
+    SKIPPED = auto()
 
 
 @dataclass(frozen=True, slots=True)

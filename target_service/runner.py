@@ -102,11 +102,19 @@ class StepRunner:
             if session is not None and not session.started:
                 self._sessions.start(session, row.context_len)
                 self._state.context_lens[session.seat] = session.context_len
-        starved = self._reserve_least(step, sessions)
+        overtaken = {
+            session.seat
+            for row, session in zip(step.rows, sessions, strict=True)
+            if session is not None and session.overtaken(row)
+        }
+        starved = self._reserve_least(step, sessions, overtaken)
         rows: list[StepRow] = []
         for row, session, row_drafts in zip(step.rows, sessions, drafts.tokens, strict=True):
             if session is None:
                 rows.append(StepRow(None, RowStatus.UNKNOWN))
+                continue
+            if session.seat in overtaken:
+                rows.append(StepRow(session, RowStatus.SKIPPED))
                 continue
             if session.seat in starved:
                 rows.append(StepRow(session, RowStatus.STARVED))
@@ -122,7 +130,7 @@ class StepRunner:
             rows.append(StepRow(session, RowStatus.OK, query_len, query_len, row_drafts[:num_drafts]))
         return tuple(rows)
 
-    def _reserve_least(self, step: StepRequest, sessions: Sequence[Session | None]) -> set[int]:
+    def _reserve_least(self, step: StepRequest, sessions: Sequence[Session | None], overtaken: set[int]) -> set[int]:
         """Get every row the blocks without which it cannot run: for its chunk, or for its anchor. Returns the seats
         that got none.
         """
@@ -130,7 +138,7 @@ class StepRunner:
         least = {
             session.seat: session.context_len + (row.query_len if session.in_prompt else 1)
             for row, session in zip(step.rows, sessions, strict=True)
-            if session is not None
+            if session is not None and session.seat not in overtaken
         }
         short = {seat for seat, length in least.items() if not blocks.reserve(seat, length)}
         if not short:

@@ -51,6 +51,14 @@ class Session:
         """Whether the next row runs admitted tokens rather than the anchor and drafts."""
         return self.context_len < self.num_admitted
 
+    def overtaken(self, row: RowRequest) -> bool:
+        """Whether a row planned ahead has nothing to run: the request is at its length limit, or still before the
+        chunk that the row follows.
+        """
+        if self.in_prompt:
+            return self.started and row.context_len > self.context_len
+        return len(self.tokens) >= self.max_total_len
+
     @property
     def max_drafts(self) -> int:
         """How many drafts a decode row may verify so that the request never grows past max_total_len."""
@@ -112,10 +120,17 @@ class Sessions:
             return None
         return session
 
-    def check_row(self, name: str, row: RowRequest, session: Session) -> None:
-        """InvalidRequest unless the row continues the session where it stands. Changes nothing."""
+    def check_row(self, name: str, row: RowRequest, session: Session, planned_ahead: bool = False) -> None:
+        """InvalidRequest unless the row continues the session where it stands. Changes nothing.
+
+        planned_ahead: what became of the rows before it was not known to whoever planned it, so its context_len is an
+        upper bound and it may be `overtaken`.
+        """
         if session.started:
-            if row.context_len != session.context_len:
+            if planned_ahead and session.context_len < row.context_len < session.max_total_len:
+                if session.overtaken(row):
+                    return
+            elif row.context_len != session.context_len:
                 raise InvalidRequest(
                     f"{name}.context_len", f"{row.context_len}, but {session.context_len} tokens are committed"
                 )
@@ -138,7 +153,7 @@ class Sessions:
                 raise InvalidRequest(f"{name}.query_len", f"{row.query_len} is not 1 + verify_len ({row.verify_len})")
             if not row.samples:
                 raise InvalidRequest(f"{name}.samples", "must be true once the prompt has run")
-            if len(session.tokens) >= session.max_total_len:
+            if len(session.tokens) >= session.max_total_len and not planned_ahead:
                 raise InvalidRequest(f"{name}.context_len", f"max_total_len {session.max_total_len} is reached")
 
     def start(self, session: Session, context_len: int) -> None:

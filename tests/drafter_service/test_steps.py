@@ -19,9 +19,9 @@ from tests.drafter_service.harness import Harness, prompt_of
 MakeHarness = Callable[..., Harness]
 
 
-def plan_of(harness: Harness, seq: int, draft_len: int = 3, deadline_ms: int = 50) -> StepRequest:
+def plan_of(harness: Harness, seq: int, draft_len: int = 3, deadline_ms: int = 50, ahead: int = 0) -> StepRequest:
     rows = tuple(RowRequest(request_id, 1, draft_len) for request_id in harness.target.requests)
-    return StepRequest(seq, harness.target.spec.channel_id, harness.target.spec.epoch, rows, deadline_ms)
+    return StepRequest(seq, harness.target.spec.channel_id, harness.target.spec.epoch, rows, deadline_ms, ahead)
 
 
 def test_an_entry_that_never_comes_is_answered_so_that_the_target_need_not_wait(make_harness: MakeHarness) -> None:
@@ -61,6 +61,24 @@ def test_drafts_that_come_too_late_are_not_made(make_harness: MakeHarness, eagle
     assert report.num_drafted == 0
     assert not report.missed
     assert eagle3.placements.extent(harness.resident("r")) == (0, 6)
+
+
+def test_plans_sent_ahead_hurry_nobody(make_harness: MakeHarness, eagle3: Eagle3Speculator) -> None:
+    """With two plans ahead of the verdicts, the third behind a step is the first that says that its entry is there."""
+    harness = make_harness(eagle3)
+    request = harness.add("r", prompt_of(6, 1))
+    pending = harness.runner.begin(plan_of(harness, 1, deadline_ms=0, ahead=2))
+    for later_plans in (1, 2):
+        assert harness.runner.try_step(harness.link, pending, later_plans, slice_s=0.01) is None
+    seq = harness.target.step(harness.target.plan_rows([request], 64))
+    report = harness.runner.try_step(harness.link, pending, later_plans=3, slice_s=0.01)
+    assert report is not None
+    assert report.num_drafted == 3, "the target has not gone past these drafts"
+    assert seq == 1
+    pending = harness.runner.begin(plan_of(harness, 2, deadline_ms=0, ahead=2))
+    report = harness.runner.try_step(harness.link, pending, later_plans=3, slice_s=0.01)
+    assert report is not None
+    assert report.missed, "its verdict is known, and it was never published"
 
 
 def test_an_entry_overwritten_while_it_is_read_changes_nothing(
