@@ -2,8 +2,9 @@
 
 Keeps each request's bond to the drafter: asks at placement, asks anew (mid-stream) whenever the drafter has lost it,
 and forgets all bonds with the channel. The drafter must see every step of a request from the moment it was asked to
-follow it; so bonds are asked for only between steps, and every step of a bound request names the channel. A request
-with draft_len 0 is never bound. Without a configured drafter everything here is a quiet "no".
+follow it; so bonds are asked for only while no row of the request is under way, and every step of a bound request
+names the channel. A request with draft_len 0 is never bound. Without a configured drafter everything here is a quiet
+"no".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from gateway.config import GatewayConfig
 from gateway.drafter_link import DrafterLink
-from gateway.messages import AdmitStatus, Admitted, ChannelOpened, DraftReport, RowPlan, StepPlan
+from gateway.messages import AdmitStatus, Admitted, ChannelOpened, DraftReport, StepPlan
 from gateway.metrics import GatewayMetrics
 from gateway.requests import ActiveRequest, Bond, Phase
 from gateway.scheduler import NO_DRAFTING, Drafting, ScheduledRow
@@ -38,6 +39,8 @@ class Bonds:
         placed: Mapping[str, ActiveRequest],
         on_answer: Callable[[], None],
     ) -> None:
+        self._deadline_ms = config.step_deadline_ms
+        self._ahead = config.depth - 1
         self._metrics = metrics
         self._placed = placed
         self._on_answer = on_answer
@@ -57,6 +60,7 @@ class Bonds:
                 on_lost=self._on_lost,
                 on_admitted=self._on_admitted,
                 on_report=self._on_report,
+                max_ahead=config.depth,
             )
 
     # Asking and releasing.
@@ -73,8 +77,8 @@ class Bonds:
             request.bond_seq = self._next_seq(link.channel)
 
     def ask_anew(self, now: float) -> None:
-        """Ask for the running requests that the drafter does not follow. Only between steps: what it is told then is
-        all that there is.
+        """Ask for the running requests that the drafter does not follow. Those with rows under way are held until they
+        have none: what the drafter is told then is all that there is.
         """
         if self.link is None or not self.link.keeps_up:
             return
@@ -86,7 +90,10 @@ class Bonds:
                 and request.trimmer.remaining > 2
                 and request.bond_not_before <= now
             ):
-                self.ask(request, mid_stream=True)
+                if request.ahead_rows:
+                    request.stalled = True
+                else:
+                    self.ask(request, mid_stream=True)
 
     def unbind(self, request: ActiveRequest) -> None:
         """The drafter does not follow it: ask again, at once the first time and after growing pauses then."""
@@ -122,14 +129,27 @@ class Bonds:
             return NO_DRAFTING
         return Drafting(link.info.max_draft_len, self._drafts_seq)
 
-    def channel_of(self, rows: list[ScheduledRow]) -> ChannelOpened | None:
+    def step_of(self, rows: list[ScheduledRow], drafting: Drafting) -> StepPlan:
+        """The next step, with these rows."""
+        channel = self._channel_of(rows)
+        return StepPlan(
+            self._number_step(channel),
+            channel.channel_id if channel is not None else "",
+            channel.channel_epoch if channel is not None else 0,
+            tuple([row.plan for row in rows]),
+            drafting.drafts_from_seq if any(row.plan.verify_len for row in rows) else 0,
+            self._deadline_ms,
+            self._ahead,
+        )
+
+    def _channel_of(self, rows: list[ScheduledRow]) -> ChannelOpened | None:
         """The channel that a step with these rows must name; None: the drafter follows none of them."""
         channel = self.link.channel if self.link is not None else None
         if channel is None or not any(row.request.bond in (Bond.ASKED, Bond.HELD) for row in rows):
             return None
         return channel
 
-    def number_step(self, channel: ChannelOpened | None) -> int:
+    def _number_step(self, channel: ChannelOpened | None) -> int:
         """The next step's seq: counted per channel, from 1; steps without a channel count on."""
         self._seq = self._next_seq(channel)
         if channel is not None:
@@ -141,9 +161,12 @@ class Bonds:
             return 1
         return self._seq + 1
 
-    def step_sent(self, plan: StepPlan) -> None:
+    def step_sent(self, plan: StepPlan, rows: list[ScheduledRow]) -> None:
         """The target has been told of the step; now the drafter is, if it takes part."""
         self._drafts_seq = 0
+        for row in rows:
+            row.request.pending_drafts = row.plan.draft_len
+            row.request.drafts_seq = plan.seq
         if self.link is not None and plan.channel_id:
             self.link.plan(plan)
             if any(row.draft_len for row in plan.rows):
@@ -159,11 +182,11 @@ class Bonds:
         if self.link is not None and self._is_current(plan):
             self.link.step_failed()
 
-    def await_drafts(self, request: ActiveRequest, plan: StepPlan, row: RowPlan) -> None:
-        """The row sampled: the drafter is about to draft after it, if it was asked to."""
-        held = request.bond is Bond.HELD and self._is_current(plan)
-        request.pending_drafts = row.draft_len if held else 0
-        request.drafts_seq = plan.seq
+    @staticmethod
+    def no_drafts(request: ActiveRequest, plan: StepPlan) -> None:
+        """The request's row of the step did not run: nothing is drafted after it."""
+        if request.drafts_seq == plan.seq:
+            request.pending_drafts = 0
 
     def _is_current(self, plan: StepPlan) -> bool:
         channel = self.link.channel if self.link is not None else None

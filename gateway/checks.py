@@ -94,3 +94,9 @@ def _check_range(field: str, value: float, low: float, high: float) -> None:
 def _check_token(field: str, token_id: int, vocab_size: int) -> None:
     if not 0 <= token_id < vocab_size:
         raise InvalidGeneration(field, f"{token_id} is not a token id; they are in 0..{vocab_size - 1}")
+
+
+def api_field(field: str, generation: Generation) -> str:
+    """The API's name of what a service names in its own words."""
+    name = field.removeprefix("sampling.")
+    return {"token_ids": generation.input_field, "max_total_len": "max_tokens", "": "request"}.get(name, name)

@@ -39,6 +39,7 @@ _ROW_STATUS = {
     target_pb2.ROW_STATUS_OK: RowStatus.OK,
     target_pb2.ROW_STATUS_STARVED: RowStatus.STARVED,
     target_pb2.ROW_STATUS_UNKNOWN: RowStatus.UNKNOWN,
+    target_pb2.ROW_STATUS_SKIPPED: RowStatus.SKIPPED,
 }
 
 
@@ -79,6 +80,7 @@ def fill_plan(message: common_pb2.StepPlan, plan: StepPlan) -> None:
     message.channel_epoch = plan.channel_epoch
     message.drafts_from_seq = plan.drafts_from_seq
     message.deadline_ms = plan.deadline_ms
+    message.ahead = plan.ahead
     add = message.rows.add
     for row in plan.rows:
         add(

@@ -50,6 +50,7 @@ class GatewayConfig(BaseModel):
     max_step_tokens: prompt and decode tokens in one plan, at most the target's own limit; null: the target's.
     max_running: requests placed on the target at once; null: its seats. max_waiting: bound of the queue behind them.
     queue_timeout_s: longest wait to be started. target_wait_s: how long requests outlive a lost target.
+    depth: plans under way at once; 1: lockstep, each is made after the verdict before it; more: run-ahead.
     step_deadline_ms: how long the services wait for each other inside a step. step_timeout_s: a target that answers no
     step within it is taken for lost. drain_s: how long running requests may go on after SIGTERM. model_name: what
     /v1/models says; null: the last part of `model`. max_queued_commands: unsent commands after which a service that
@@ -69,6 +70,7 @@ class GatewayConfig(BaseModel):
     max_waiting: int = Field(default=256, ge=0)
     queue_timeout_s: float = Field(default=120.0, gt=0)
     target_wait_s: float = Field(default=60.0, ge=0)
+    depth: int = Field(default=1, ge=1, le=4)
     step_deadline_ms: int = Field(default=1000, ge=1)
     step_timeout_s: float = Field(default=60.0, gt=0)
     drain_s: float = Field(default=5.0, ge=0)

@@ -51,7 +51,7 @@ class DrafterLink:
     """One drafter, as one target's requests see it.
 
     The callbacks run synchronously on the event loop: on_ready (a channel is open), on_lost (no channel any more, or
-    another one; nothing is resident), on_admitted, on_report.
+    another one; nothing is resident), on_admitted, on_report. max_ahead: steps under way at once.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class DrafterLink:
         on_lost: Callable[[], None],
         on_admitted: Callable[[Admitted], None],
         on_report: Callable[[DraftReport], None],
+        max_ahead: int,
     ) -> None:
         self.address = address
         self.info: DrafterInfo | None = None
@@ -82,6 +83,7 @@ class DrafterLink:
         self._on_lost = on_lost
         self._on_admitted = on_admitted
         self._on_report = on_report
+        self._max_ahead = max_ahead
         self._target_instance: str | None = None
         self._resident: dict[str, int] = {}  # what the drafter was asked to hold on this stream, and its epoch
         self._stream: DrafterStream | None = None
@@ -176,6 +178,14 @@ class DrafterLink:
             if self._steps_since_miss >= CALM_STEPS:
                 self._misses = 0
             return
+        if not self._lagging:  # else it is the same miss, seen by a step that was on its way
+            self._miss()
+
+    def unanswered(self) -> None:
+        """It did not answer an admission in time."""
+        self._miss()
+
+    def _miss(self) -> None:
         pause = self._count_miss("drafts did not come in time")
         self._lagging = True
         self._resume_at = time.monotonic() + pause
@@ -184,10 +194,6 @@ class DrafterLink:
     def step_failed(self) -> None:
         """A step that the drafter was told of comes through the channel no more."""
         self._reopen_later("the target could not run a step")
-
-    def unanswered(self) -> None:
-        """It did not answer an admission in time."""
-        self.step_done(missed=True)
 
     def _count_miss(self, reason: str) -> float:
         """Returns the pause before the next attempt, in seconds."""
@@ -249,7 +255,7 @@ class DrafterLink:
         """It has answered: it is caught up, or given more time."""
         if not self._lagging:
             return
-        if self._last_followed + 1 >= self._last_sent:
+        if self._last_followed + self._max_ahead >= self._last_sent:
             self._lagging = False
             self._cancel_timer()
             self.detail = ""

@@ -131,7 +131,7 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step; channel_id empty: no drafter takes part."""
+    """One step; channel_id empty: no drafter takes part. ahead: plans that may follow before its verdict has come."""
 
     seq: int
     channel_id: str
@@ -139,14 +139,16 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     drafts_from_seq: int
     deadline_ms: int
+    ahead: int = 0
 
 
 class RowStatus(Enum):
-    """Whether a row ran."""
+    """Whether a row ran. SKIPPED: planned ahead, and what became of the rows before it left nothing to run."""
 
     OK = "ok"
     STARVED = "starved"
     UNKNOWN = "unknown"
+    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)

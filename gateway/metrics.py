@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.messages import StepResult
+from gateway.messages import Capacity, StepResult
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -115,6 +115,22 @@ class GatewayMetrics:
         self.round_trip.observe(round_trip_s)
         if result.drafts_missed:
             self.missed_drafts.inc()
+
+    def set_load(self, num_waiting: int, num_running: int) -> None:
+        """Requests in the queue and on the target."""
+        self.waiting.set(num_waiting)
+        self.running.set(num_running)
+
+    def set_capacity(self, capacity: Capacity | None, usable_blocks: int) -> None:
+        """What the target has left; None: there is no target."""
+        self.free_seats.set(0 if capacity is None else capacity.free_seats)
+        self.cache_use.set(0 if capacity is None else 1 - capacity.free_blocks / usable_blocks)
+
+    def count_start(self, queued_s: float, prompt_len: int, cached_len: int) -> None:
+        """One request's first placement has begun."""
+        self.queue_time.observe(queued_s)
+        self.prompt_tokens.inc(prompt_len)
+        self.cached_tokens.inc(cached_len)
 
     def count_row(self, num_drafted: int, num_accepted: int) -> None:
         """One verified row, already trimmed."""

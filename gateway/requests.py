@@ -14,7 +14,7 @@ from types import TracebackType
 
 from gateway.errors import GatewayError
 from gateway.generation import Delta, Generation, GenerationUsage
-from gateway.messages import Placement
+from gateway.messages import Placement, RowPlan
 from gateway.trimming import Trimmer
 
 
@@ -134,13 +134,19 @@ class ActiveRequest:
 
     token_ids: the prompt, then what was generated and given out. arrival: its place in the order of ages; lower is
     older. epoch: of its newest placement. placed_len: tokens it was placed with, to be run as prompt before it
-    decodes. context_len: tokens whose KV the target holds, as it last reported. pending_drafts: drafts that the
-    drafter was asked for in step `drafts_seq`. last_planned: the loop's step count when it last had a row (or was
+    decodes. context_len: tokens whose KV the target holds, as it last reported. ahead_rows, ahead_len, ahead_samples:
+    its rows under way, their query tokens, and how many of them sample (each gives one token at least). stalled: it
+    gets no further row until none is under way, because what is under way will not go as planned, or because the
+    drafter must be told all of it. pending_drafts: drafts that the drafter was asked for in step `drafts_seq`, the last
+    one sent with a row of it. last_planned: the loop's step count when it last had a row (or was
     placed). bond_seq: the first step that the drafter can follow since it was last asked; bond_failures: how often in
     a row that came to nothing. stream: held weakly, so that a client that drops its end without a word is noticed.
     """
 
     __slots__ = (
+        "ahead_len",
+        "ahead_rows",
+        "ahead_samples",
         "arrival",
         "bond",
         "bond_failures",
@@ -166,6 +172,7 @@ class ActiveRequest:
         "prompt_len",
         "request_id",
         "seed",
+        "stalled",
         "started",
         "starved_since",
         "stream",
@@ -206,6 +213,10 @@ class ActiveRequest:
         self.context_len = 0
         self.cached_len = 0
         self.first_cached_len: int | None = None
+        self.ahead_rows = 0
+        self.ahead_len = 0
+        self.ahead_samples = 0
+        self.stalled = False
         self.last_planned = 0
         self.bond = Bond.NONE
         self.bond_seq = 0
@@ -224,9 +235,58 @@ class ActiveRequest:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def planned_len(self) -> int:
+        """context_len once all that is under way has run: exact while nothing is, and in the prompt; else at most so.
+
+        One token, the last, never has its KV written.
+        """
+        return min(self.context_len + self.ahead_len, self.max_total_len - 1)
+
+    @property
+    def planned_remaining(self) -> int:
+        """Tokens still to be generated once all that is under way has run, at most."""
+        return self.trimmer.remaining - self.ahead_samples
+
+    @property
+    def can_be_planned(self) -> bool:
+        """Whether the next step may have a row of it."""
+        return self.phase is Phase.RUNNING and not self.stalled and self.planned_remaining > 0
+
+    @property
     def in_prompt(self) -> bool:
-        """Whether tokens it was placed with are still to be run."""
-        return self.context_len < self.placed_len
+        """Whether tokens it was placed with are still to be planned."""
+        return self.planned_len < self.placed_len
+
+    def row_sent(self, row: RowPlan) -> None:
+        """A row of it is under way."""
+        self.ahead_rows += 1
+        self.ahead_len += row.query_len
+        self.ahead_samples += row.samples
+
+    def row_back(self, row: RowPlan) -> None:
+        """A row of this placement is under way no longer."""
+        self.ahead_rows -= 1
+        self.ahead_len -= row.query_len
+        self.ahead_samples -= row.samples
+        self.stalled = self.stalled and self.ahead_rows > 0
+
+    def to_be_placed(self, now: float) -> None:
+        """It goes to the target, with all the tokens it has."""
+        self.placed_at = now
+        self.placed_len = len(self.token_ids)
+        self.cached_len = self.placed_len - 1
+        self.context_len = 0
+        self.target_answered = False
+
+    def unanswered_since(self, since: float) -> bool:
+        """Whether the target has been asked to place it before `since` and has not answered."""
+        return self.phase is Phase.PLACING and not self.target_answered and self.placed_at < since
+
+    def forget_placement(self) -> None:
+        """The placement is given up: what is under way of it counts for nothing."""
+        self.context_len = 0
+        self.ahead_rows = self.ahead_len = self.ahead_samples = 0
+        self.stalled = False
 
     def placement(self, channel_id: str, mid_stream: bool) -> Placement:
         """What a service is told of it now."""

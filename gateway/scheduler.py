@@ -1,6 +1,7 @@
 """Which rows make the next step, who is let in, and who gives way?
 
-Policy only, without I/O or clocks: the target loop asks and carries out. Older goes before younger everywhere:
+Policy only, without I/O or clocks: the target loop asks and carries out. It plans from where each request will stand
+once all that is under way has run. Older goes before younger everywhere:
 
 - admission is in order of arrival, and a request that gave way keeps its arrival, so it comes back at the head;
 - a step takes decode rows first, then prompt chunks, under the token budget. Rows that had to sit out go first in the
@@ -18,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 
-from gateway.messages import Capacity, RowPlan
+from gateway.messages import Capacity, RowPlan, TargetInfo
 from gateway.requests import ActiveRequest, Bond, Phase
 
 OVERDUE_STEPS = 8  # a prompt that sat out so many steps gets its part of the budget before any draft is verified
@@ -35,6 +36,17 @@ class Limits:
     block_size: int
     usable_blocks: int
 
+    @classmethod
+    def of(cls, info: TargetInfo, max_step_tokens: int | None, max_running: int | None) -> Limits:
+        """What a target says of itself, and what was configured below it."""
+        return cls(
+            min(max_step_tokens or info.max_step_tokens, info.max_step_tokens),
+            min(max_running or info.num_seats, info.num_seats),
+            info.max_verify_len,
+            info.block_size,
+            info.num_blocks,
+        )
+
     def blocks(self, length: int) -> int:
         """Blocks for `length` tokens."""
         return -(-length // self.block_size)
@@ -42,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What the drafter can do for the next step. drafts_from_seq: the step whose drafts are waiting, 0: none."""
+    """What the drafter can do for the next step. drafts_from_seq: the step before it, if it drafts; 0: it does not."""
 
     max_draft_len: int
     drafts_from_seq: int
@@ -53,10 +65,18 @@ NO_DRAFTING = Drafting(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """A row and the request it is of."""
+    """A row and the request it is of. ahead: planned while rows of the request were under way, so that its lengths are
+    upper bounds.
+    """
 
     request: ActiveRequest
     plan: RowPlan
+    ahead: bool
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request still runs in the placement that the row is of."""
+        return self.request.phase is Phase.RUNNING and self.request.epoch == self.plan.epoch
 
 
 class Scheduler:
@@ -98,6 +118,7 @@ class Scheduler:
         """It loses its placement and waits again; what it has generated stays. The caller releases the old epoch."""
         del self.placed[request.request_id]
         request.epoch += 1
+        request.forget_placement()
         self.enqueue(request)
 
     def give_way(self, starved: Collection[ActiveRequest]) -> ActiveRequest | None:
@@ -142,7 +163,7 @@ class Scheduler:
 
     def plan_rows(self, limits: Limits, drafting: Drafting) -> list[ScheduledRow]:
         """The rows of the next step, in canonical order; empty: nothing can run."""
-        running = [request for request in self.placed.values() if request.phase is Phase.RUNNING]
+        running = [request for request in self.placed.values() if request.can_be_planned]
         if not running:
             return []
         if any(request.faults for request in running):
@@ -182,7 +203,7 @@ class Scheduler:
         for request in decodes:
             verify_len = 0
             if request.pending_drafts and request.drafts_seq == drafting.drafts_from_seq:
-                verify_len = min(request.pending_drafts, request.trimmer.remaining - 1, limits.max_verify_len, spare)
+                verify_len = min(request.pending_drafts, request.planned_remaining - 1, limits.max_verify_len, spare)
                 spare -= verify_len
             rows.append(self._row(request, 1 + verify_len, verify_len, True, limits, drafting))
         return rows
@@ -194,7 +215,7 @@ class Scheduler:
         for request in prompts:
             if budget <= 0:
                 break
-            left = request.placed_len - request.context_len
+            left = request.placed_len - request.planned_len
             query_len = min(left, budget)
             budget -= query_len
             rows.append(self._row(request, query_len, 0, query_len == left, limits, drafting))
@@ -214,9 +235,9 @@ class Scheduler:
         if samples and request.bond is Bond.HELD:
             # This step gives at least one token and the next one ends with the target's own: more drafts than fit
             # between them could never be kept.
-            room = request.trimmer.remaining - 2
+            room = request.planned_remaining - 2
             draft_len = max(0, min(request.draft_len, drafting.max_draft_len, limits.max_verify_len, room))
         plan = RowPlan(
-            request.request_id, request.epoch, request.context_len, query_len, verify_len, draft_len, samples
+            request.request_id, request.epoch, request.planned_len, query_len, verify_len, draft_len, samples
         )
-        return ScheduledRow(request, plan)
+        return ScheduledRow(request, plan, request.ahead_rows > 0)

@@ -1,9 +1,10 @@
 """How does one target get driven, step after step?
 
-One loop per target, lockstep: plan, send it to target and drafter at the same time, take the verdict, trim and hand
-out, plan again. It is a state machine on the event loop: everything happens in synchronous callbacks (an event came, a
-client came or left, a timer), so no two things are ever half done at once and a step costs no task. It owns every
-request bound to its target, from submission to the end, over losses of target and drafter.
+One loop per target: plan, send it to target and drafter at the same time, take the verdict, trim and hand out, plan
+again; with `depth` above 1, plans leave before the verdicts of those before them. It is a state machine on the event
+loop: everything happens in synchronous callbacks (an event came, a client came or left, a timer), so no two things are
+ever half done at once and a step costs no task. It owns every request bound to its target, from submission to the end,
+over losses of target and drafter.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
 
 from gateway.bonds import Bonds
+from gateway.checks import api_field
 from gateway.clients import StreamLost, TargetStream
 from gateway.commits import apply_verdict
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayError, GenerationTimeout, InvalidGeneration, QueueFull, StepFailed, TargetUnavailable
+from gateway.flights import Flights
 from gateway.messages import (
     AdmitStatus,
     Admitted,
@@ -27,29 +29,19 @@ from gateway.messages import (
     Fault,
     Released,
     RowStatus,
-    StepPlan,
     StepResult,
     TargetEvent,
     TargetInfo,
 )
 from gateway.metrics import GatewayMetrics
 from gateway.requests import ActiveRequest, Bond, Phase
-from gateway.scheduler import Limits, ScheduledRow, Scheduler
+from gateway.scheduler import Limits, Scheduler
 
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 RETRY_S = 0.02  # before a placement or a starved step is tried again where nothing else would bring it about
 MAX_FAULTS = 3  # steps in a row that may fail under a request before it is given up
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """The step that is under way."""
-
-    plan: StepPlan
-    rows: list[ScheduledRow]
-    sent_at: float
 
 
 class TargetLoop:
@@ -71,7 +63,8 @@ class TargetLoop:
         self._capacity = Capacity(0, 0)
         self._stream: TargetStream | None = None
         self._greeted_by = 0.0
-        self._flight: _Flight | None = None
+        self._flights = Flights()
+        self._relieved = 0  # the last step sent before somebody gave way
         self._verdict_at: float | None = None  # of the step whose successor is not sent yet
         self._pause_until = 0.0
         self._request_s = 1.0  # how long a request takes, smoothed; for Retry-After
@@ -119,12 +112,9 @@ class TargetLoop:
 
     def _overdue(self, now: float) -> bool:
         since = now - self._config.step_timeout_s
-        if self._flight is not None:  # admissions wait behind the step
-            return self._flight.sent_at < since
-        return any(
-            request.phase is Phase.PLACING and not request.target_answered and request.placed_at < since
-            for request in self.scheduler.placed.values()
-        )
+        if self._flights:  # admissions wait behind the steps
+            return self._flights.overdue(since)
+        return any(request.unanswered_since(since) for request in self.scheduler.placed.values())
 
     # The dispatcher's side.
 
@@ -171,9 +161,7 @@ class TargetLoop:
 
     def _on_info(self, info: TargetInfo) -> None:
         self.info = info
-        max_running = min(self._config.max_running or info.num_seats, info.num_seats)
-        budget = min(self._config.max_step_tokens or info.max_step_tokens, info.max_step_tokens)
-        self._limits = Limits(budget, max_running, info.max_verify_len, info.block_size, info.num_blocks)
+        self._limits = Limits.of(info, self._config.max_step_tokens, self._config.max_running)
         self._capacity = Capacity(info.num_seats, info.num_blocks)
         self._pause_until = 0.0
         self.detail = ""
@@ -196,12 +184,10 @@ class TargetLoop:
             _log.info("no target at %s: %s", self.address, reason)
         self.detail = reason
         self._stream = None
-        flight, self._flight = self._flight, None
         if self.bonds.link is not None:
             self.bonds.link.target_down()
-        if flight is not None:
-            for row in flight.rows:
-                row.request.faults += 1  # whatever ends the target whenever it is run must not do so for ever
+        for request in {row.request for row in self._flights.lost()}:
+            request.faults += 1  # whatever ends the target whenever it is run must not do so for ever
         for request in list(self.scheduler.placed.values()):
             if request.faults >= MAX_FAULTS:
                 self._fail(request, StepFailed("The model was lost each time it ran this request."))
@@ -229,15 +215,14 @@ class TargetLoop:
                 self._send_back(request)
                 self._pause()
             case AdmitStatus.INVALID:
-                self._fail(request, InvalidGeneration(_api_field(event.field, request), event.detail))
+                self._fail(request, InvalidGeneration(api_field(event.field, request.generation), event.detail))
 
     def _on_fault(self, fault: Fault) -> None:
         _log.error("target %s: %s: %s", self.address, fault.kind, fault.detail)
-        flight = self._flight
-        if flight is not None and fault.seq == flight.plan.seq:
-            self._flight = None
+        flight = self._flights.failed(fault.seq, time.monotonic())
+        if flight is not None:
             for row in flight.rows:
-                if row.request.phase is Phase.RUNNING and row.request.epoch == row.plan.epoch:
+                if row.is_current:
                     self._suffer(row.request, fault.detail)
             self.bonds.step_failed(flight.plan)
         elif fault.request_id:
@@ -246,37 +231,35 @@ class TargetLoop:
                 self._suffer(request, fault.detail)
 
     def _on_result(self, result: StepResult) -> None:
-        flight = self._flight
-        if flight is None or result.seq != flight.plan.seq or len(result.verdicts) != len(flight.rows):
-            raise BadEvent(f"step {result.seq} is not the one under way, or its rows are not those planned")
+        flight = self._flights.answered_by(result)
         self._capacity = result.capacity
         self._verdict_at = now = time.monotonic()
         self._metrics.observe_step(result, len(flight.rows), now - flight.sent_at)
         starved: list[ActiveRequest] = []
         ran = False
         for row, verdict in zip(flight.rows, result.verdicts, strict=True):
-            request, plan = row.request, row.plan
-            if request.phase is not Phase.RUNNING or request.epoch != plan.epoch:
-                continue  # it ended or lost its placement meanwhile
-            if verdict.request_id != plan.request_id:
-                raise BadEvent(f"a verdict for {verdict.request_id!r} in the place of {plan.request_id!r}")
-            if verdict.status is RowStatus.STARVED:
-                starved.append(request)
-            elif verdict.status is RowStatus.UNKNOWN:
+            request = row.request
+            if not row.is_current:
+                continue  # it ended or lost its placement meanwhile: surplus
+            if verdict.status is RowStatus.UNKNOWN:
                 self._suffer(request, "the target does not know the request")
+            elif verdict.status is not RowStatus.OK:
+                request.stalled = True  # its rows under way follow on one that did not run
+                self.bonds.no_drafts(request, flight.plan)
+                if verdict.status is RowStatus.STARVED:
+                    starved.append(request)
             else:
                 ran = True
-                delta = apply_verdict(request, plan, verdict, self._metrics, now)
+                delta = apply_verdict(request, row.plan, verdict, self._metrics, now)
                 if delta is None:
                     continue
-                self.bonds.await_drafts(request, flight.plan, plan)
                 if delta.finish_reason is not None:
                     self._end(request, delta.finish_reason)
                 stream = request.stream()
                 if stream is not None:
                     stream.put(delta)
-        self._flight = None  # only now: a verdict that makes no sense is a fault of the rows that were under way
-        if starved:
+        self._flights.landed(now)  # only now: a verdict that makes no sense is a fault of the rows that were under way
+        if starved and flight.number > self._relieved:  # else the target had not yet heard of who gave way
             self._relieve(starved, ran, now)
         # Last: a miss closes the channel, and what waited for the drafter then goes on at once.
         self.bonds.step_done(flight.plan, result.drafts_missed)
@@ -286,6 +269,7 @@ class TargetLoop:
         victim = self.scheduler.give_way(starved)
         if victim is not None:
             self._metrics.preemptions.inc()
+            self._relieved = self._flights.num_sent
             self._send_back(victim)
         elif not ran:
             # Nobody here can give way (the blocks are another gateway's): wait for some to come free, but not for ever.
@@ -315,11 +299,7 @@ class TargetLoop:
 
     def _place(self, request: ActiveRequest, stream: TargetStream, now: float) -> None:
         self.scheduler.place(request)
-        request.placed_at = now
-        request.placed_len = len(request.token_ids)
-        request.cached_len = request.placed_len - 1
-        request.context_len = 0
-        request.target_answered = False
+        request.to_be_placed(now)
         stream.admit(request.placement("", mid_stream=False))
         self.bonds.ask(request, mid_stream=False)
 
@@ -337,17 +317,13 @@ class TargetLoop:
         request.context_len = request.cached_len
         if not request.started:
             request.started = True
-            self._metrics.queue_time.observe(request.placed_at - request.submitted_at)
-        if request.first_cached_len is None:
             request.first_cached_len = request.cached_len
-            self._metrics.prompt_tokens.inc(request.prompt_len)
-            self._metrics.cached_tokens.inc(request.cached_len)
+            self._metrics.count_start(request.placed_at - request.submitted_at, request.prompt_len, request.cached_len)
 
     def _send_back(self, request: ActiveRequest) -> None:
         """It loses its placement, keeps its tokens and waits at its place in the order of ages."""
         self._release(request)
         self.scheduler.send_back(request)
-        request.context_len = 0
 
     def _release(self, request: ActiveRequest) -> None:
         self.bonds.release(request)
@@ -379,7 +355,7 @@ class TargetLoop:
     # Planning.
 
     def _advance(self) -> None:
-        """Let in who fits, and send the next step if none is under way. Safe to call at any time."""
+        """Let in who fits, and send steps until enough are under way. Safe to call at any time."""
         stream = self._stream
         now = time.monotonic()
         if stream is None or not self.up.is_set() or now < self._pause_until:
@@ -387,54 +363,38 @@ class TargetLoop:
         try:
             while (request := self.scheduler.next_admission(self._limits, self._capacity)) is not None:
                 self._place(request, stream, now)
-            if self._flight is None:
-                self._send_plan(stream, now)
+            # A step of a suspect is alone, also in time: then it is known who ended the target.
+            depth = 1 if any(request.faults for request in self.scheduler.placed.values()) else self._config.depth
+            while len(self._flights) < depth and self._send_plan(stream, now):
+                pass
         except StreamLost:
             return  # `run` puts everything back when the stream has ended
         finally:
             self._gauge()
 
-    def _send_plan(self, stream: TargetStream, now: float) -> None:
+    def _send_plan(self, stream: TargetStream, now: float) -> bool:
+        """Send the next step. False: nothing can run."""
         self.bonds.ask_anew(now)
         drafting = self.bonds.drafting()
         rows = self.scheduler.plan_rows(self._limits, drafting)
         verdict_at, self._verdict_at = self._verdict_at, None
         if not rows:
-            return
-        channel = self.bonds.channel_of(rows)
-        plan = StepPlan(
-            self.bonds.number_step(channel),
-            channel.channel_id if channel is not None else "",
-            channel.channel_epoch if channel is not None else 0,
-            tuple([row.plan for row in rows]),
-            drafting.drafts_from_seq if any(row.plan.verify_len for row in rows) else 0,
-            self._config.step_deadline_ms,
-        )
+            return False
+        plan = self.bonds.step_of(rows, drafting)
         stream.plan(plan)
-        self._flight = _Flight(plan, rows, now)
-        self.bonds.step_sent(plan)
+        self._flights.sent(plan, rows, now)
+        self.bonds.step_sent(plan, rows)
         if verdict_at is not None:
             self._metrics.gateway_total.observe(time.monotonic() - verdict_at)
+        return True
 
     # Measuring.
 
     def _gauge(self) -> None:
-        metrics = self._metrics
-        metrics.waiting.set(len(self.scheduler.waiting))
-        metrics.running.set(len(self.scheduler.placed))
         if self.scheduler.waiting or self.scheduler.placed:
             self.idle.clear()
         else:
             self.idle.set()
-        if self.up.is_set():
-            metrics.free_seats.set(self._capacity.free_seats)
-            metrics.cache_use.set(1 - self._capacity.free_blocks / self._limits.usable_blocks)
-        else:  # what a lost target held is gone with it
-            metrics.free_seats.set(0)
-            metrics.cache_use.set(0)
-
-
-def _api_field(field: str, request: ActiveRequest) -> str:
-    """The API's name of what a service names in its own words."""
-    name = field.removeprefix("sampling.")
-    return {"token_ids": request.generation.input_field, "max_total_len": "max_tokens", "": "request"}.get(name, name)
+        self._metrics.set_load(len(self.scheduler.waiting), len(self.scheduler.placed))
+        # What a lost target held is gone with it.
+        self._metrics.set_capacity(self._capacity if self.up.is_set() else None, self._limits.usable_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
@@ -19,8 +20,14 @@ from tests.ports import ReservedPort
 MakeStack = Callable[..., Awaitable[Stack]]
 
 
+@pytest.fixture
+def depth() -> int:
+    """Steps under way at once in the test's stacks; a module of tests may have its own."""
+    return 1
+
+
 @pytest_asyncio.fixture
-async def make_stack(reserve_port: type[ReservedPort]) -> AsyncIterator[MakeStack]:
+async def make_stack(reserve_port: type[ReservedPort], depth: int) -> AsyncIterator[MakeStack]:
     """make_stack(drafting=True, target={...}, drafter={...}, start_target=True, **config) -> a running Stack.
 
     At the end of the test nothing may be left on the fakes, and no rule of the protocol may have been broken.
@@ -36,7 +43,12 @@ async def make_stack(reserve_port: type[ReservedPort]) -> AsyncIterator[MakeStac
     ) -> Stack:
         fake_target = FakeTarget(reserve_port().port, **(target or {}))
         fake_drafter = FakeDrafter(reserve_port().port, {fake_target.address: fake_target}, **(drafter or {}))
-        settings: dict[str, Any] = {"reconnect_min_s": 0.01, "reconnect_max_s": 0.05, "step_deadline_ms": 500}
+        settings: dict[str, Any] = {
+            "depth": depth,
+            "reconnect_min_s": 0.01,
+            "reconnect_max_s": 0.05,
+            "step_deadline_ms": 500,
+        }
         settings.update(config)
         gateway_config = GatewayConfig(
             target=fake_target.address, drafter=fake_drafter.address if drafting else None, **settings

@@ -25,7 +25,7 @@ _instances = itertools.count(1)
 
 @dataclass
 class Channel:
-    """What the two fakes share. ring, replies: by seq."""
+    """What the two fakes share. ring, replies: by seq. ring: how many tokens a row's request had, then its new ones."""
 
     channel_id: str
     epoch: int
@@ -299,17 +299,19 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
                     fault=target_pb2.Fault(kind="ModelError", detail="poisoned", seq=plan.seq)
                 )
         for row in plan.rows:
-            verdict = self._row(row, drafts.get(row.request_id, []))
+            resident = self.resident.get(row.request_id)
+            num_known = len(resident.tokens) if resident is not None else 0
+            verdict = self._row(row, drafts.get(row.request_id, []), plan.ahead > 0)
             result.rows.append(verdict)
             if verdict.status == target_pb2.ROW_STATUS_OK:
-                entry[row.request_id] = list(verdict.token_ids)
+                entry[row.request_id] = [num_known, *verdict.token_ids]
         if channel is not None:
             await channel.put(channel.ring, plan.seq, entry)
         result.capacity.CopyFrom(self.capacity())
         self.results.append(result)
         return target_pb2.TargetEvent(result=result)
 
-    def _row(self, row: common_pb2.RowPlan, drafts: list[int]) -> target_pb2.RowResult:
+    def _row(self, row: common_pb2.RowPlan, drafts: list[int], ahead: bool) -> target_pb2.RowResult:
         result = target_pb2.RowResult(request_id=row.request_id, epoch=row.epoch)
         resident = self.resident.get(row.request_id)
         if resident is None or resident.epoch != row.epoch:
@@ -318,10 +320,15 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
         if not resident.started:
             resident.started = True
             resident.context_len = row.context_len
-        self._check_row(row, resident)
         in_prompt = resident.context_len < resident.placed_len
+        too_far = in_prompt and row.context_len > resident.context_len
+        if ahead and (too_far or len(resident.tokens) >= resident.max_total_len):
+            result.status = target_pb2.ROW_STATUS_SKIPPED
+            result.context_len = resident.context_len
+            return result
+        self._check_row(row, resident, ahead)
         drafts = [] if in_prompt else drafts[: row.verify_len]
-        drafts = drafts[: max(0, resident.max_total_len - resident.context_len - 1)]
+        drafts = drafts[: max(0, resident.max_total_len - len(resident.tokens) - 1)]
         query_len = row.query_len if in_prompt else 1 + len(drafts)
         needed = -(-(resident.context_len + query_len) // self.block_size)
         if needed > resident.blocks:
@@ -354,11 +361,12 @@ class FakeTarget(FakeServer, target_pb2_grpc.TargetServiceServicer):
             result.num_accepted += 1
         return result
 
-    def _check_row(self, row: common_pb2.RowPlan, resident: Resident) -> None:
+    def _check_row(self, row: common_pb2.RowPlan, resident: Resident, ahead: bool) -> None:
         def wrong(what: str) -> None:
             self.violations.append(f"{row.request_id}: {what}: {' '.join(str(row).split())}")
 
-        if row.context_len != resident.context_len:
+        is_bound = ahead and resident.context_len <= row.context_len < resident.max_total_len
+        if row.context_len != resident.context_len and not is_bound:
             wrong(f"context_len is {resident.context_len}")
         if row.verify_len > self.max_verify_len or row.draft_len > self.max_verify_len:
             wrong("verify_len or draft_len above max_verify_len")
@@ -514,13 +522,14 @@ class FakeDrafter(FakeServer, drafter_pb2_grpc.DrafterServiceServicer):
                 continue
             if row.request_id not in entry:
                 continue  # starved: nothing happened
-            if row.samples and row.context_len + row.query_len - row.verify_len != len(state.tokens):
+            num_known, *tokens = entry[row.request_id]
+            if num_known != len(state.tokens):
                 self.holes += 1
                 self._turn_cold(row, report)
             if row.request_id in self.lose:
                 self.lose.discard(row.request_id)
                 self._turn_cold(row, report)
-            state.tokens.extend(entry[row.request_id])
+            state.tokens.extend(tokens)
             if state.cold:
                 if row.request_id not in report.cold_request_ids:
                     report.cold_request_ids.append(row.request_id)
