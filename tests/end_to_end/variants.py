@@ -56,6 +56,22 @@ VARIANTS = (
     ),
     Variant("ngram", None, drafter={"method": "ngram"}, drafts_accepted=True),
     Variant("eagle3-preempted", "eagle3", target=STARVED, drafter={"method": "eagle3", "block_size": 4}, preempts=True),
+    Variant(
+        "eagle3-reuse-chunked-depth-2",
+        "eagle3",
+        target={"check_integrity": True},
+        drafter={"method": "eagle3", "metadata_source": "reuse"},
+        gateway={**CHUNKED, "depth": 2},
+    ),
+    Variant(
+        "draft-model-noisy-bytes-preempted-depth-4",
+        "noisy",
+        target={**STARVED, "check_integrity": True},
+        drafter={"method": "draft_model", "block_size": 4, "channel_kinds": ["bytes"]},
+        gateway={"depth": 4},
+        preempts=True,
+        drafts_accepted=True,
+    ),
 )
 
 
