@@ -27,7 +27,9 @@ def test_two_signals_in_a_row_end_the_wait(processes: ProcessGroup) -> None:
     for process in waiting:
         process.popen.send_signal(signal.SIGINT)
         process.popen.send_signal(signal.SIGTERM)
-    assert [process.wait() for process in waiting] == [0] * NUM_PROCESSES
+    # The second signal may find the interpreter on its way out, where signals do again what they do by default.
+    ends = [process.wait() for process in waiting]
+    assert set(ends) <= {0, -signal.SIGTERM}, ends
 
 
 def test_asked_from_within(processes: ProcessGroup) -> None:
