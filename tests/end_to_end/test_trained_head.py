@@ -98,7 +98,7 @@ def test_one_request(
     answer = _complete(stack[1], prompts[0], draft_len)
     assert _token_ids(answer) == expected[0]
     if draft_len >= 3:
-        assert answer["usage"]["outrider"]["accepted_tokens"] >= 4
+        assert answer["usage"]["outrider"]["accepted_tokens"] > NUM_TOKENS // 4
 
 
 def test_sixteen_at_once(stack: tuple[str, Stack], prompts: list[list[int]], expected: list[list[int]]) -> None:
