@@ -7,7 +7,7 @@ One interface for every backend (torch, triton, flashinfer): `plan` once a step,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -56,6 +56,28 @@ class AttentionPlan(Protocol):
         q: [T, Hq, D]; k, v: [T, Hkv, D]; k_cache, v_cache: [num_blocks, block_size, Hkv, D]. Returns [T, Hq, D].
         A row's query token j (of query_len) sees positions 0 .. seq_len - query_len + j.
         """
+        ...
+
+
+@runtime_checkable
+class RotatingPlan(AttentionPlan, Protocol):
+    """A plan that also takes queries and keys before their rotary embedding, and spends one launch less on it."""
+
+    def run_rotating(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """`run` on q and k that are not rotated yet. cos, sin: [T, D/2] (`kernels.reference.rope.rotary_angles`)."""
+        ...
+
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        """Attend with a q that is rotated, over what the cache holds already; nothing is written."""
         ...
 
 

@@ -1,18 +1,27 @@
-"""Which attention backend does a name mean?"""
+"""Which attention backend does a name mean?
+
+torch       plain torch; fast on a CPU, needs the rows' lengths on the host
+triton      for GPUs; reads every length on the device, so steps may run ahead of the host and be captured
+flashinfer  for GPUs; plans on the host once a step, needs the rows' lengths there
+reference   the references themselves; needs no host lengths: tests of what runs ahead, on a CPU
+"""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
 from kernels.attention.interface import AttentionBackend
+from kernels.attention.reference_backend import ReferenceAttention
 from kernels.attention.torch_backend import TorchAttention
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "triton", "reference")
+# What a backend imports that may not be installed.
+_LIBRARIES = {"triton": "triton"}
 
 
 def available_backends() -> tuple[str, ...]:
     """The backends whose libraries are installed here. Nothing is imported to find out."""
-    return tuple(name for name in BACKENDS if name != "triton" or find_spec("triton") is not None)
+    return tuple(name for name in BACKENDS if name not in _LIBRARIES or find_spec(_LIBRARIES[name]) is not None)
 
 
 def make_attention(
@@ -20,15 +29,18 @@ def make_attention(
 ) -> AttentionBackend:
     """A backend for layers of one shape and one window.
 
-    Raises ValueError on a name that is not in BACKENDS, and on one whose library is not installed.
+    Raises ValueError on a name that is not in BACKENDS, on one whose library is not installed, and on a shape that the
+    backend cannot run.
     """
     if name not in BACKENDS:
         raise ValueError(f"attention: no backend is called {name!r}; known: {', '.join(BACKENDS)}")
     if name not in available_backends():
-        raise ValueError(f"attention: backend {name!r} needs the package {name!r}, which is not installed")
+        raise ValueError(f"attention: backend {name!r} needs the package {_LIBRARIES[name]!r}, which is not installed")
+    # Imported only where they are asked for: optional dependencies, and slow to import.
     if name == "triton":
-        # Only where it is asked for: Triton is an optional dependency, and slow to import.
         from kernels.attention.triton_backend import TritonAttention
 
         return TritonAttention(num_heads, num_kv_heads, head_dim, scale, window)
+    if name == "reference":
+        return ReferenceAttention(num_heads, num_kv_heads, head_dim, scale, window)
     return TorchAttention(num_heads, num_kv_heads, head_dim, scale, window)

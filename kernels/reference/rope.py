@@ -19,3 +19,17 @@ def apply_rope(
     first, second = torch.cat((q, k), dim=1).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)
     return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
+
+
+def rotary_angles(
+    positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position * frequency, times `scaling`; float32 until the last cast, as transformers has it.
+
+    positions: [T] int64; inv_freq: [D/2] float32, radians per position. Returns two [T, D/2] of `dtype`.
+    """
+    angles = positions[:, None].to(torch.float32) * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    if scaling != 1.0:
+        cos, sin = cos * scaling, sin * scaling
+    return cos.to(dtype), sin.to(dtype)

@@ -92,3 +92,31 @@ def apply_rope(
         num_warps=2,
     )
     return out_q, out_k
+
+
+@triton.jit
+def _angles(positions_ptr, inv_freq_ptr, cos_ptr, sin_ptr, scaling, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    halves = tl.arange(0, BLOCK_HALF)
+    inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
+    angles = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
+    where = token * HALF + halves
+    tl.store(cos_ptr + where, (tl.cos(angles) * scaling).to(cos_ptr.dtype.element_ty), mask=halves < HALF)
+    tl.store(sin_ptr + where, (tl.sin(angles) * scaling).to(sin_ptr.dtype.element_ty), mask=halves < HALF)
+
+
+def rotary_angles(
+    positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.rope.rotary_angles`. All tensors contiguous."""
+    num_tokens, half = positions.shape[0], inv_freq.shape[0]
+    cos = torch.empty((num_tokens, half), dtype=dtype, device=positions.device)
+    sin = torch.empty((num_tokens, half), dtype=dtype, device=positions.device)
+    if num_tokens:
+        _angles[(num_tokens,)](
+            *(positions, inv_freq, cos, sin, scaling),
+            HALF=half,
+            BLOCK_HALF=triton.next_power_of_2(half),
+            num_warps=1 if half <= 64 else 2,
+        )
+    return cos, sin

@@ -1,0 +1,99 @@
+"""Which form of each kernel runs on a device?
+
+One frozen value holds the chosen functions: plain torch on a CPU, Triton on a GPU. Both forms of a kernel have one
+name, one signature and one result, so whoever holds the set does not know which one it calls. Triton is imported only
+where it is chosen. The Triton forms never wait for the host and can all be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from kernels.reference.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """A device's kernels. Each is called with positional arguments, in the order that `kernels.reference` documents.
+
+    name: `reference` or `triton`.
+    """
+
+    name: str
+    # Between the matrix products of a layer.
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm_residual: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_mul: Callable[[Tensor], Tensor]
+    rotary_angles: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
+    apply_rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    rope_kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    # What a step is prepared with, and moves on.
+    compute_slot_mapping: Callable[[Tensor, Tensor, Tensor, int, int, Tensor], None]
+    fill_metadata: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int], int, Tensor, Tensor, Tensor, Tensor], None
+    ]
+    prepare_prefill_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    advance_draft_step: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, Tensor | None], None]
+    prepare_target_inputs: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None
+    ]
+    commit_verdict: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    # From logits to tokens.
+    apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    apply_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    gumbel_noise: Callable[[Tensor, Tensor, int, int], Tensor]
+    gumbel_sample: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    uniform: Callable[[Tensor, Tensor, int, int], Tensor]
+    verify_greedy: Callable[[Tensor, Tensor, Tensor], Verdict]
+    verify: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Verdict]
+
+
+_MODULES = {
+    "rms_norm": "norm",
+    "rms_norm_residual": "norm",
+    "silu_mul": "activation",
+    "rotary_angles": "rope",
+    "apply_rope": "rope",
+    "write_kv": "kv_write",
+    "rope_kv_write": "rope_kv_write",
+    "compute_slot_mapping": "slot_mapping",
+    "fill_metadata": "metadata_fill",
+    "prepare_prefill_inputs": "prefill_inputs",
+    "advance_draft_step": "advance",
+    "prepare_target_inputs": "target_inputs",
+    "commit_verdict": "target_inputs",
+    "apply_penalties": "sampling",
+    "apply_bias": "sampling",
+    "filter_logits": "sampling",
+    "gumbel_noise": "sampling",
+    "gumbel_sample": "sampling",
+    "uniform": "philox",
+    "verify_greedy": "verify",
+    "verify": "verify",
+}
+
+
+def kernels_for(device: torch.device | str) -> KernelSet:
+    """The kernels for tensors on `device`: Triton's on CUDA, the references everywhere else.
+
+    Raises ModuleNotFoundError on a CUDA device where Triton is not installed.
+    """
+    return kernel_set("triton" if torch.device(device).type == "cuda" else "reference")
+
+
+def kernel_set(name: str) -> KernelSet:
+    """The set called `reference` or `triton`. Triton's runs on CPU tensors under its interpreter only."""
+    return KernelSet(
+        name,
+        **{
+            function: getattr(import_module(f"kernels.{name}.{module}"), function)
+            for function, module in _MODULES.items()
+        },
+    )
