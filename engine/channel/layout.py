@@ -21,6 +21,7 @@ ALIGNMENT = 64
 CONTROL_BYTES = 4096
 # A header is [seq, epoch, num_rows, num_tokens, 0...] and as wide as a cache line. seq 0: no valid entry.
 HEADER_WORDS = 8
+SEQ, EPOCH, NUM_ROWS, NUM_TOKENS = range(4)
 MAX_CHANNEL_BYTES = 1 << 40
 MAX_ID_BYTES = 255
 

@@ -18,8 +18,12 @@ from engine.channel.description import ChannelDescription
 from engine.channel.futex import Futex
 from engine.channel.interface import ChannelSpec, ReplyEntry, RingEntry
 from engine.channel.layout import (
+    EPOCH,
+    NUM_ROWS,
+    NUM_TOKENS,
     REPLY_HEADER,
     RING_HEADER,
+    SEQ,
     ChannelLayout,
     describe_layout,
     entry_shapes,
@@ -32,7 +36,6 @@ from engine.channel.reply import check_reply_shapes, fill_reply, usable_tokens
 from engine.errors import ChannelError
 
 KIND = "shm"
-SEQ, EPOCH, NUM_ROWS, NUM_TOKENS = range(4)
 POISON = 0xA5
 
 
