@@ -2,7 +2,9 @@
 
 One implementation for Llama, Mistral, Qwen2 and Qwen3: what differs between them is in ModelConfig. A step's tokens
 come as one flat batch; how they attend is the business of the attention plans, so the decoder knows neither rows nor
-requests. Query, key and value projections are one product, gate and up another.
+requests. Query, key and value projections are one product, gate and up another. On a GPU nothing here waits for the
+device, so that a forward can be captured in a graph; a layer takes ten launches: four products, rotation with the write
+of the KV, attention in two, the gate, and two norms that add the residual.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.nn.functional import embedding
@@ -18,11 +21,11 @@ from engine.kv_cache import KVCache
 from engine.kv_group import KVGroup, group_layers
 from engine.linear import PackedLinear
 from engine.model_config import ModelConfig
-from engine.weights import RandomWeights, SafetensorsWeights, WeightSource
-from kernels.attention.interface import AttentionPlan
-from kernels.reference.activation import silu_mul
-from kernels.reference.norm import rms_norm, rms_norm_residual
-from kernels.reference.rope import apply_rope
+from engine.weights import DummyWeights, RandomWeights, SafetensorsWeights, WeightSource
+from kernels.attention.interface import AttentionPlan, RotatingPlan
+from kernels.kernel_set import kernels_for
+
+LoadFormat = Literal["safetensors", "dummy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
+        self._kernels = kernels_for(self.device)
         self.groups: tuple[KVGroup, ...] = group_layers(config)
         self._group_of_layer = [
             next(index for index, group in enumerate(self.groups) if layer in group.layers)
@@ -80,14 +84,26 @@ class Decoder:
 
     @classmethod
     def load(
-        cls, directory: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+        cls,
+        directory: str | Path,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        load_format: LoadFormat = "safetensors",
+        seed: int = 0,
     ) -> Decoder:
-        """From a Hugging Face directory with safetensors. dtype: None takes the checkpoint's. ModelError names what is
-        missing or not supported.
+        """From a Hugging Face directory. dtype: None takes the checkpoint's. load_format `dummy` reads the config only
+        and draws the weights from `seed` on the device. ModelError names what is missing or not supported.
         """
         config = ModelConfig.from_directory(directory)
+        if load_format == "dummy":
+            return cls.dummy(config, dtype or config.dtype, device, seed)
         with SafetensorsWeights(directory) as weights:
             return cls(config, weights, dtype or config.dtype, device)
+
+    @classmethod
+    def dummy(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Decoder:
+        """With weights of a trained model's size, drawn on the device: what a model of this shape costs, without it."""
+        return cls(config, DummyWeights(seed, config.num_layers, dtype, torch.device(device)), dtype, device)
 
     @classmethod
     def random(
@@ -135,7 +151,7 @@ class Decoder:
         """
         if len(plans) != len(self.groups):
             raise ValueError(f"{len(self.groups)} KV groups need as many plans, got {len(plans)}")
-        config = self.config
+        config, kernels = self.config, self._kernels
         num_heads, num_kv_heads, head_dim, eps = (
             config.num_heads,
             config.num_kv_heads,
@@ -143,40 +159,63 @@ class Decoder:
             config.rms_eps,
         )
         residual = inputs if inputs.is_floating_point() else self.embed(inputs)
-        num_tokens, hidden_size = residual.shape
-        captured = residual.new_empty((num_tokens, len(hidden_layers) * hidden_size)) if hidden_layers else None
-        cos, sin = self._rope_angles(positions)
+        num_tokens = residual.shape[0]
+        captured = _Captured(residual, hidden_layers)
+        cos, sin = kernels.rotary_angles(positions, self._inv_freq, config.rope_scaling, self.dtype)
+        rotating = [plan if isinstance(plan, RotatingPlan) else None for plan in plans]
         layers = self.layers
-        normed = rms_norm(residual, layers[0].input_norm, eps)
+        normed = kernels.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             qkv = layer.qkv(normed).view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
             q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
             if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-            q, k = apply_rope(q, k, cos, sin)
-            attended = plans[self._group_of_layer[index]].run(q, k, v, kv.k(index), kv.v(index))
+                q, k = kernels.rms_norm(q, layer.q_norm, eps), kernels.rms_norm(k, layer.k_norm, eps)
+            group = self._group_of_layer[index]
+            rotates = rotating[group]
+            if rotates is not None:
+                attended = rotates.run_rotating(q, k, v, cos, sin, kv.k(index), kv.v(index))
+            else:
+                q, k = kernels.apply_rope(q, k, cos, sin)
+                attended = plans[group].run(q, k, v, kv.k(index), kv.v(index))
             attended = layer.out(attended.reshape(num_tokens, num_heads * head_dim))
-            normed, residual = rms_norm_residual(attended, residual, layer.post_norm, eps)
-            mlp = layer.down(silu_mul(layer.gate_up(normed)))
+            normed, residual = kernels.rms_norm_residual(attended, residual, layer.post_norm, eps)
+            mlp = layer.down(layer.gate_up.silu_mul(normed))
             next_norm = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
-            normed, residual = rms_norm_residual(mlp, residual, next_norm, eps)
-            if captured is not None:
-                for column, wanted in enumerate(hidden_layers):
-                    if wanted == index:
-                        captured[:, column * hidden_size : (column + 1) * hidden_size] = residual
-        return ForwardOutput(normed, captured)
+            normed, residual = kernels.rms_norm_residual(mlp, residual, next_norm, eps, captured.place(index))
+            captured.repeat(index)
+        return ForwardOutput(normed, captured.states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [N, H] after the final norm. Returns [N, V] float32."""
-        return self._lm_head(hidden).to(torch.float32)
+        return self._lm_head.float32(hidden)
 
-    def _rope_angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, [T, D / 2], of this decoder's dtype; angles in fp32, as transformers has it."""
-        angles = positions[:, None].to(torch.float32) * self._inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        if self.config.rope_scaling != 1.0:
-            cos, sin = cos * self.config.rope_scaling, sin * self.config.rope_scaling
-        return cos.to(self.dtype), sin.to(self.dtype)
+
+class _Captured:
+    """The captured layers' states, [T, A * H], in the making: the residual of a layer is written where it is kept, and
+    the next layer reads it there.
+    """
+
+    def __init__(self, inputs: torch.Tensor, hidden_layers: Sequence[int]) -> None:
+        self._layers = tuple(hidden_layers)
+        self._size = inputs.shape[1]
+        shape = (inputs.shape[0], len(self._layers) * self._size)
+        self.states = inputs.new_empty(shape) if self._layers else None
+
+    def place(self, layer: int) -> torch.Tensor | None:
+        """Where this layer's output goes, a view of row stride A * H; None where it is not captured."""
+        return self._column(self._layers.index(layer)) if layer in self._layers else None
+
+    def repeat(self, layer: int) -> None:
+        """Copy the layer's output to where it was asked for again."""
+        if self._layers.count(layer) > 1:
+            first = self._layers.index(layer)
+            for column in range(first + 1, len(self._layers)):
+                if self._layers[column] == layer:
+                    self._column(column).copy_(self._column(first))
+
+    def _column(self, column: int) -> torch.Tensor:
+        assert self.states is not None
+        return self.states[:, column * self._size : (column + 1) * self._size]
 
 
 @dataclass(frozen=True, slots=True)

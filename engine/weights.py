@@ -1,7 +1,8 @@
 """Where do a model's weights come from, by name?
 
-From the safetensors files of a Hugging Face directory, one file or several under an index; or from a seed. One tensor
-is read at a time, so that loading needs no second copy of the model.
+From the safetensors files of a Hugging Face directory, one file or several under an index; or from a seed, on the CPU
+(tests) or at the speed of the device that they are for (real sizes). One tensor is read at a time, so that loading
+needs no second copy of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class WeightSource(Protocol):
     """Tensors by their Hugging Face names."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor, on the CPU, in the checkpoint's dtype. ModelError when it is missing or of another shape."""
+        """The tensor, on a device and of a dtype of the source's choice. ModelError when it is missing or of another
+        shape.
+        """
         ...
 
 
@@ -40,11 +43,37 @@ class RandomWeights:
         self.std = std
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        # A stable hash of the name: Python's own differs from process to process.
-        name_key = int.from_bytes(name.encode(), "little") % (2**31 - 1)
-        generator = torch.Generator().manual_seed(self.seed * 2**31 + name_key)
+        generator = torch.Generator().manual_seed(_tensor_seed(self.seed, name))
         noise = torch.randn(shape, generator=generator) * self.std
         return noise + 1.0 if len(shape) == 1 and name.endswith("norm.weight") else noise
+
+
+class DummyWeights:
+    """Weights that stand in for a trained model's where only their size matters, drawn on the device itself.
+
+    Norms are one, biases zero, embeddings and matrices normal: a matrix keeps the deviation of what it multiplies, and
+    those that add to the residual stream are the smaller the more layers there are, so that bfloat16 activations stay
+    finite at any depth. The same seed gives the same tensor on the same kind of device, whatever else is drawn.
+    """
+
+    def __init__(self, seed: int, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.seed = seed
+        self.num_layers = num_layers
+        self.dtype = dtype
+        self.device = device
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            value = 1.0 if name.endswith("norm.weight") else 0.0
+            return torch.full(shape, value, dtype=self.dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(_tensor_seed(self.seed, name))
+        noise = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if "embed" in name:
+            return noise.normal_(generator=generator)
+        std = float(shape[-1]) ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std *= (2.0 * self.num_layers) ** -0.5
+        return noise.normal_(std=std, generator=generator)
 
 
 class SafetensorsWeights:
@@ -100,6 +129,11 @@ class SafetensorsWeights:
         except SafetensorError as error:
             raise ModelError(f"{self.directory / file}: weight {name} cannot be read: {error}") from error
         return _checked(name, tensor, shape)
+
+
+def _tensor_seed(seed: int, name: str) -> int:
+    """A seed for one tensor. A stable hash of the name: Python's own differs from process to process."""
+    return seed * 2**31 + int.from_bytes(name.encode(), "little") % (2**31 - 1)
 
 
 def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

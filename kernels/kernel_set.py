@@ -10,11 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.reference.verify import Verdict
+
+
+class RmsNormResidual(Protocol):
+    """`norm.rms_norm_residual`."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out_total: Tensor | None = None, /
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,7 @@ class KernelSet:
     name: str
     # Between the matrix products of a layer.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rms_norm_residual: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rms_norm_residual: RmsNormResidual
     silu_mul: Callable[[Tensor], Tensor]
     rotary_angles: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
     apply_rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

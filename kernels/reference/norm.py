@@ -15,8 +15,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rms_norm_residual(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out_total: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual). x, residual: [..., H] of one dtype, neither is changed; weight: [H]."""
-    total = x + residual
+    """(rms_norm(x + residual), x + residual). x, residual: [..., H] of one dtype, neither is changed; weight: [H].
+
+    out_total: a place for the sum, [T, H] of x's dtype, whose rows may be strided; None makes one.
+    """
+    total = x + residual if out_total is None else torch.add(x, residual, out=out_total)
     return rms_norm(total, weight, eps), total

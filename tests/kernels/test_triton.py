@@ -52,7 +52,7 @@ def test_nothing_loads_triton_that_does_not_use_it() -> None:
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for folder in ("kernels", "kernels/reference", "kernels/attention")
         for path in sorted((ROOT / folder).glob("*.py"))
-        if path.name not in ("triton_backend.py", "__init__.py")
+        if path.name not in ("triton_backend.py", "flashinfer_backend.py", "__init__.py")
     ]
     code = (
         "import importlib, sys\n"
@@ -60,7 +60,9 @@ def test_nothing_loads_triton_that_does_not_use_it() -> None:
         "    importlib.import_module(name)\n"
         "from kernels.attention.registry import available_backends, make_attention\n"
         "available_backends(), make_attention('torch', 4, 2, 8, 0.3, None)\n"
-        "assert 'triton' not in sys.modules\n"
+        "from kernels.kernel_set import kernels_for\n"
+        "assert kernels_for('cpu').name == 'reference'\n"
+        "assert 'triton' not in sys.modules and 'flashinfer' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -68,11 +70,12 @@ def test_nothing_loads_triton_that_does_not_use_it() -> None:
 
 def test_the_backend_is_there_only_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
-    assert available_backends() == ("torch",)
-    with pytest.raises(ValueError, match="not installed"):
-        make_attention("triton", 4, 2, 8, 0.3, None)
+    assert available_backends() == ("torch", "reference")
+    for name in ("triton", "flashinfer"):
+        with pytest.raises(ValueError, match="not installed"):
+            make_attention(name, 4, 2, 8, 0.3, None)
     monkeypatch.setattr(registry, "find_spec", lambda name: object())
-    assert available_backends() == ("torch", "triton")
+    assert available_backends() == ("torch", "triton", "flashinfer", "reference")
 
 
 def in_a_process(arguments: list[str], tmp_path: Path, **variables: str) -> str:

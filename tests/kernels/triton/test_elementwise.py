@@ -139,3 +139,32 @@ def test_nothing_to_do() -> None:
     kv_write.write_kv(k, v, slots, cache, cache)
     assert rope.apply_rope(q, k, cos, sin)[0].shape == (0, 4, 16)
     assert rope_kv_write.rope_kv_write(q, k, v, cos, sin, slots, cache, cache).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_heads_in_a_fused_projection_and_a_sum_with_a_place_of_its_own(dtype: torch.dtype) -> None:
+    """Heads are read where they lie; the sum goes into a strided column and nothing beside it is touched."""
+    q, k, _ = projections(3, 4, 2, 16, dtype)
+    (weight,) = there(torch.randn(16, generator=generator(3)).to(dtype))
+    assert not q.is_contiguous()
+    for heads in (q, k):
+        assert_near(norm.rms_norm(heads, weight, 1e-5), plain_norm.rms_norm(heads, weight, 1e-5), dtype)
+    x, residual = there(*(torch.randn((3, 16), generator=generator(seed)).to(dtype) for seed in (4, 5)))
+    wide = torch.full((3, 48), 77.0, dtype=dtype, device=x.device)
+    expected = plain_norm.rms_norm_residual(x, residual, weight, 1e-5)
+    got = norm.rms_norm_residual(x, residual, weight, 1e-5, wide[:, 16:32])
+    assert_near(got[0], expected[0], dtype)
+    assert torch.equal(wide[:, 16:32], expected[1])
+    assert bool((wide[:, :16] == 77).all() & (wide[:, 32:] == 77).all())
+    again = norm.rms_norm_residual(x, wide[:, 16:32], weight, 1e-5)
+    assert_near(again[0], plain_norm.rms_norm_residual(x, expected[1], weight, 1e-5)[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_angles(dtype: torch.dtype) -> None:
+    positions, inv_freq = there(torch.tensor([0, 1, 77, 8191, 131071]), 10000.0 ** -torch.linspace(0, 0.9, 24))
+    for scaling in (1.0, 1.25):
+        got = rope.rotary_angles(positions, inv_freq, scaling, dtype)
+        for mine, theirs in zip(got, plain_rope.rotary_angles(positions, inv_freq, scaling, dtype), strict=True):
+            assert mine.dtype == dtype
+            assert_near(mine, theirs, dtype)
