@@ -33,8 +33,8 @@ class SkinnyTiling:
     num_stages: int = 4
 
 
-# x_stride is specialised: only a stride known to be a multiple of 16 lets copies to shared memory run ahead.
-@triton.jit(do_not_specialize=["num_rows"])
+# Sizes and x_stride are specialised: only what is known to be a multiple of 16 is copied to shared memory ahead of use.
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def _skinny(
     x_ptr,
     weight_ptr,
@@ -44,67 +44,72 @@ def _skinny(
     counters_ptr,
     num_rows,
     x_stride,
-    SIZE_OUT: tl.constexpr,
-    SIZE_IN: tl.constexpr,
+    size_out,
+    size_in,
+    splits,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """SIZE_OUT: outputs written: half of the weight's rows where GATED."""
+    """size_out: outputs written: half of the weight's rows where GATED. EVEN: size_in is a multiple of BLOCK_IN."""
     DOT: tl.constexpr = tl.float32 if WIDE else x_ptr.dtype.element_ty
     HALVES: tl.constexpr = 2 if GATED else 1
-    BLOCKS_IN: tl.constexpr = (SIZE_IN + BLOCK_IN - 1) // BLOCK_IN
-    SPLIT_LEN: tl.constexpr = (BLOCKS_IN + SPLITS - 1) // SPLITS * BLOCK_IN
     tile = tl.program_id(0)
     split = tl.program_id(1)
     outs = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, BLOCK_ROWS)
-    out_mask = outs < SIZE_OUT
+    out_mask = outs < size_out
     row_mask = rows < num_rows
     inputs = tl.arange(0, BLOCK_IN)
     # Rows past the end read row 0 and are never written: no mask in the loop.
     safe_outs = tl.where(out_mask, outs, 0).to(tl.int64)
     safe_rows = tl.where(row_mask, rows, 0)
-    first = split * SPLIT_LEN
-    weight_ptrs = weight_ptr + safe_outs[:, None] * SIZE_IN + first + inputs[None, :]
+    split_len = tl.cdiv(tl.cdiv(size_in, BLOCK_IN), splits) * BLOCK_IN
+    first = split * split_len
+    weight_ptrs = weight_ptr + safe_outs[:, None] * size_in + first + inputs[None, :]
+    up_ptrs = weight_ptrs
+    if GATED:
+        up_ptrs += size_out.to(tl.int64) * size_in
     x_ptrs = x_ptr + safe_rows[None, :] * x_stride + first + inputs[:, None]
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     total_up = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    end = tl.minimum(first + SPLIT_LEN, SIZE_IN)
+    end = tl.minimum(first + split_len, size_in)
     for begin in tl.range(first, end, BLOCK_IN, num_stages=STAGES):
-        if SIZE_IN % BLOCK_IN == 0:
+        if EVEN:
             x = tl.load(x_ptrs)
             weight = tl.load(weight_ptrs, eviction_policy="evict_first")
         else:
-            mask = begin + inputs < SIZE_IN
+            mask = begin + inputs < size_in
             x = tl.load(x_ptrs, mask=mask[:, None], other=0.0)
             weight = tl.load(weight_ptrs, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
         total = tl.dot(weight.to(DOT), x.to(DOT), total, input_precision="ieee")
         if GATED:
-            if SIZE_IN % BLOCK_IN == 0:
-                up = tl.load(weight_ptrs + SIZE_OUT * SIZE_IN, eviction_policy="evict_first")
+            if EVEN:
+                up = tl.load(up_ptrs, eviction_policy="evict_first")
             else:
                 up = tl.load(
-                    weight_ptrs + SIZE_OUT * SIZE_IN,
-                    mask=(begin + inputs < SIZE_IN)[None, :],
+                    up_ptrs,
+                    mask=(begin + inputs < size_in)[None, :],
                     other=0.0,
                     eviction_policy="evict_first",
                 )
             total_up = tl.dot(up.to(DOT), x.to(DOT), total_up, input_precision="ieee")
         weight_ptrs += BLOCK_IN
+        up_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
 
     mask = out_mask[:, None] & row_mask[None, :]
-    where = rows[None, :].to(tl.int64) * SIZE_OUT + outs[:, None]
+    where = rows[None, :].to(tl.int64) * size_out + outs[:, None]
     is_last = True
-    if SPLITS > 1:
+    if SPLIT:
         # Row s * HALVES + h of the scratch: half h of split s.
-        part_size = num_rows.to(tl.int64) * SIZE_OUT
+        part_size = num_rows.to(tl.int64) * size_out
         parts_ptr = scratch_ptr + split * HALVES * part_size
         tl.store(parts_ptr + where, total, mask=mask)
         if GATED:
@@ -112,12 +117,12 @@ def _skinny(
         # Every thread's sums are there before one of them says so.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
-        is_last = arrived == SPLITS - 1
+        is_last = arrived == splits - 1
         if is_last:
             tl.store(counters_ptr + tile, 0)  # ready for the next launch
             total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
             total_up = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-            for part in range(SPLITS):
+            for part in range(splits):
                 parts_ptr = scratch_ptr + part * HALVES * part_size
                 # From the L2 cache, where the others left it.
                 total += tl.load(parts_ptr + where, mask=mask, other=0.0, cache_modifier=".cg")
@@ -128,7 +133,7 @@ def _skinny(
             total += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[:, None]
         if GATED:
             if HAS_BIAS:
-                total_up += tl.load(bias_ptr + SIZE_OUT + outs, mask=out_mask, other=0.0).to(tl.float32)[:, None]
+                total_up += tl.load(bias_ptr + size_out + outs, mask=out_mask, other=0.0).to(tl.float32)[:, None]
             # Rounded as the product, and then as silu_mul's two operations.
             gate = total.to(out_ptr.dtype.element_ty).to(tl.float32)
             silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -141,7 +146,8 @@ _INTERPRETED = not isinstance(_skinny, triton.JITFunction)
 
 def num_counters(out_features: int, gated: bool, tiling: SkinnyTiling) -> int:
     """How many counters `skinny_linear` needs for a weight of this many rows."""
-    return triton.cdiv(out_features // 2 if gated else out_features, tiling.block_out)
+    outs = out_features // 2 if gated else out_features
+    return -(-outs // tiling.block_out)
 
 
 def skinny_linear(
@@ -178,14 +184,16 @@ def skinny_linear(
         counters,
         num_rows,
         x.stride(0),
-        SIZE_OUT=size_out,
-        SIZE_IN=size_in,
+        size_out,
+        size_in,
+        tiling.splits,
         GATED=gated,
         HAS_BIAS=bias is not None,
+        EVEN=size_in % tiling.block_in == 0,
         BLOCK_ROWS=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=tiling.block_in,
-        SPLITS=tiling.splits,
+        SPLIT=tiling.splits > 1,
         STAGES=tiling.num_stages,
         WIDE=_INTERPRETED or x.dtype == torch.float32,
         num_warps=tiling.num_warps,
