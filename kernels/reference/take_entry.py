@@ -135,9 +135,7 @@ class TakenLayout:
 
     def sized(self, num_rows: int, num_tokens: int) -> TakenLayout:
         """Views of the first num_rows rows and num_tokens tokens."""
-        return TakenLayout(
-            self.slots[:num_tokens], self.block_tables[:num_rows], self.num_blocks, self.block_size
-        )
+        return TakenLayout(self.slots[:num_tokens], self.block_tables[:num_rows], self.num_blocks, self.block_size)
 
 
 def take_entry(
@@ -165,7 +163,7 @@ def take_entry(
     seq is zeroed, as it is going to be written. layout: where to mirror the target's slots and tables to, or None; a
     row's capacity is then what its table holds.
     """
-    num_rows, padded_rows, padded_tokens = plan.shape[1], taken.seats.shape[0], taken.positions.shape[0]
+    num_rows, padded_tokens = plan.shape[1], taken.positions.shape[0]
     device = plan.device
     reply_header[HEADER_SEQ] = 0
     _update_tables(seat_tables, table_updates)
@@ -174,8 +172,8 @@ def take_entry(
     followed = seats >= 0
     seat_index = seats.clamp(min=0)
     fresh = followed & (columns[FRESH] != 0)
-    start = torch.where(fresh, columns[START], seat_state[0, seat_index])
-    computed = torch.where(fresh, columns[COMPUTED], seat_state[1, seat_index])
+    start = torch.where(fresh, columns[START], torch.where(followed, seat_state[0, seat_index], 0))
+    computed = torch.where(fresh, columns[COMPUTED], torch.where(followed, seat_state[1, seat_index], 0))
     _begin_seats(seat_state, seat_index, fresh, start, computed)
 
     header = entry.header

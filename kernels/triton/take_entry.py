@@ -34,9 +34,7 @@ _FIELDS = tl.constexpr(PLAN_FIELDS)
 def _entry_tokens(header_ptr, starts_ptr, num_rows, seq, epoch, max_entry_tokens, BLOCK: tl.constexpr):
     """Tokens of the entry, or -1 where its tag is another or its rows are no partition of them."""
     num_tokens = tl.load(header_ptr + _HEADER_TOKENS, volatile=True)
-    right = (tl.load(header_ptr, volatile=True) == seq) & (
-        tl.load(header_ptr + _HEADER_EPOCH, volatile=True) == epoch
-    )
+    right = (tl.load(header_ptr, volatile=True) == seq) & (tl.load(header_ptr + _HEADER_EPOCH, volatile=True) == epoch)
     right = right & (tl.load(header_ptr + _HEADER_ROWS, volatile=True) == num_rows)
     right = right & (num_tokens >= 0) & (num_tokens <= max_entry_tokens)
     right = right & (tl.load(starts_ptr) == 0) & (tl.load(starts_ptr + num_rows) == num_tokens)
@@ -194,9 +192,7 @@ def _take(
             columns = first + tl.arange(0, BLOCK)
             blocks = tl.load(tables_ptr + row.to(tl.int64) * entry_width + columns, mask=columns < given, other=0)
             blocks = tl.where((blocks >= 0) & (blocks < num_blocks), blocks, 0)
-            tl.store(
-                out_tables_ptr + row.to(tl.int64) * tables_stride + columns, blocks, mask=columns < tables_width
-            )
+            tl.store(out_tables_ptr + row.to(tl.int64) * tables_stride + columns, blocks, mask=columns < tables_width)
             empty = (columns < tables_width) & (blocks == 0)
             held = tl.minimum(held, tl.min(tl.where(empty, columns, tables_width), axis=0))
         capacity = held.to(tl.int64) * block_size

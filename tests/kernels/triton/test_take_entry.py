@@ -1,0 +1,68 @@
+"""Taking an entry over, and ending a step: every element equal to the reference's, into poisoned buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.reference import finish_reply as plain_finish
+from kernels.reference import take_entry as plain_take
+from kernels.triton import finish_reply, take_entry
+from tests.kernels.entries import EPOCH, SEQ, VOCAB, Case, make_case, swapped_tag, with_garbage
+from tests.kernels.triton.device import DEVICE, MANY
+
+
+def assert_same(case: Case) -> None:
+    plain, device = case.copy(), case.copy(DEVICE)
+    plain_arguments: tuple[Any, ...] = plain.arguments()
+    device_arguments: tuple[Any, ...] = device.arguments()
+    plain_take.take_entry(*plain_arguments)
+    take_entry.take_entry(*device_arguments)
+    expected, got = plain.written(), device.written()
+    for name, values in expected.items():
+        assert got[name] == values, name
+    num_rows = plain.plan.shape[1]
+    tags = [plain.entry.header.clone() for _ in range(2)]
+    tags[1][0] = SEQ + 1
+    for header in tags:
+        for with_probs in (False, True):
+            results = []
+            for module, one, where in (
+                (plain_finish, plain.copy(), "cpu"),
+                (finish_reply, device.copy(DEVICE), DEVICE),
+            ):
+                drafts = torch.arange(40, device=where).view(8, 5) % VOCAB
+                tokens = torch.full((9, 4), 321, device=where)
+                reply_header = torch.full((8,), 6, device=where)
+                has_probs = torch.ones(9, dtype=torch.bool, device=where) if with_probs else None
+                module.finish_reply(
+                    *(header.to(where), SEQ, EPOCH, num_rows, drafts, one.taken, one.state),
+                    *(reply_header, tokens, has_probs),
+                )
+                written = one.written() | {"tokens": tokens.tolist(), "header": reply_header.tolist()}
+                if has_probs is not None:
+                    written["has_probs"] = has_probs.tolist()
+                results.append(written)
+            for name, values in results[0].items():
+                assert results[1][name] == values, name
+
+
+@pytest.mark.parametrize("seed", range(2 * MANY))
+def test_right_entries(seed: int) -> None:
+    assert_same(make_case(seed, with_layout=seed % 2 == 1))
+
+
+@pytest.mark.parametrize("seed", range(6 * MANY))
+def test_garbage(seed: int) -> None:
+    assert_same(with_garbage(make_case(seed, with_layout=seed % 3 == 0), seed))
+
+
+@pytest.mark.parametrize(("word", "value"), [(0, 0), (1, 9), (2, 3), (3, 1)])
+def test_another_tag(word: int, value: int) -> None:
+    assert_same(swapped_tag(make_case(5, with_layout=word == 0), word, value))
+
+
+def test_a_step_without_rows() -> None:
+    assert_same(make_case(2, num_rows=0))
