@@ -53,6 +53,10 @@ class KernelSet:
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None
     ]
     commit_verdict: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    # A step of the target that was launched ahead of the verdicts.
+    take_drafts: Callable[..., None]
+    commit_rows: Callable[..., None]
+    write_ring_entry: Callable[..., None]
     # From logits to tokens.
     apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     apply_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -78,6 +82,9 @@ _MODULES = {
     "advance_draft_step": "advance",
     "prepare_target_inputs": "target_inputs",
     "commit_verdict": "target_inputs",
+    "take_drafts": "take_drafts",
+    "commit_rows": "commit_rows",
+    "write_ring_entry": "ring_entry",
     "apply_penalties": "sampling",
     "apply_bias": "sampling",
     "filter_logits": "sampling",

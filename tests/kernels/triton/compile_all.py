@@ -29,14 +29,17 @@ from kernels.triton import (
     activation,
     advance,
     attention,
+    commit_rows,
     kv_write,
     metadata_fill,
     norm,
     prefill_inputs,
+    ring_entry,
     rope,
     rope_kv_write,
     sampling,
     slot_mapping,
+    take_drafts,
     target_inputs,
     verify,
 )
@@ -85,6 +88,29 @@ def metadata_kernels() -> None:
         *(ints(rows), starts, ints(rows), longs(tokens), ints(3, 99, 2048), [16, 16, 32], 32768),
         *(ints(rows + 1), ints(3, rows), ints(3, rows, 2048), longs(3, tokens)),
     )
+
+
+def target_step_kernels() -> None:
+    rows, tokens, width = 64, 256, 3
+    flags, header = torch.zeros(rows, dtype=torch.bool), longs(8)
+    seats = (ints(rows), ints(rows), ints(rows), ints(rows), ints(rows))
+    outputs = (ints(rows), ints(rows), longs(rows, width), ints(rows), longs(rows), flags, ints(1))
+    for reply in ((None, None, None), (header, longs(rows, 7), None), (header, longs(rows, 7), flags)):
+        take_drafts.take_drafts(*reply, 7, 1, rows, 128256, 4, *seats, ints(99), header, *outputs)
+    commit_rows.commit_rows(
+        *(longs(rows, width + 1), ints(rows), ints(rows), ints(rows), ints(rows), ints(rows), ints(1)),
+        *(ints(99), longs(99), ints(rows), ints(rows), longs(rows), longs(rows, 5 + width + 1)),
+    )
+    for hidden_width in (0, 3 * 576, 3 * 4096):
+        hidden = torch.zeros((tokens, hidden_width), dtype=torch.bfloat16) if hidden_width else None
+        for tables in (None, ints(rows, 2048)):
+            ring_entry.write_ring_entry(
+                *(1, tokens, ints(rows + 1), ints(rows), ints(rows), ints(rows), ints(rows), ints(rows)),
+                *(longs(rows), longs(rows), torch.zeros(rows), longs(rows), longs(tokens), longs(tokens)),
+                *(longs(tokens), tables, hidden, header, ints(rows + 1), ints(rows), ints(rows), ints(rows)),
+                *(ints(rows), longs(rows), longs(rows), torch.zeros(rows), longs(rows), longs(tokens)),
+                *(longs(tokens), longs(tokens), ints(rows, 2048), hidden),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +212,7 @@ def main() -> int:
     everything = parser.parse_args().all
     triton.runtime.driver.set_active(Hopper())
     half, single = torch.bfloat16, torch.float32
-    jobs: list[tuple[str, Callable[[], None]]] = [("metadata", metadata_kernels)]
+    jobs: list[tuple[str, Callable[[], None]]] = [("metadata", metadata_kernels), ("target step", target_step_kernels)]
     shapes = [LLAMA_8B, SMOLLM2, MISTRAL_7B, LLAMA_70B] if everything else [LLAMA_8B]
     steps = [(1, 1), (64, 1), (64, 5), (4, 16), (4, 512)] if everything else [(64, 5), (4, 512)]
     for shape in shapes:
