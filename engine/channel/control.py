@@ -40,6 +40,9 @@ class Word(IntEnum):
     TARGET_BEAT_NS = 8
     DRAFTER_BEAT_NS = 9
     DRAFTER_STATE = 10
+    # Kind `cuda_ipc`: how many waits of its own each end's device has behind it, low 32 bits (see watchdog.py).
+    TARGET_WAITS = 11
+    DRAFTER_WAITS = 12
 
 
 class State(IntEnum):
@@ -50,11 +53,20 @@ class State(IntEnum):
 
 
 class DrafterState(IntEnum):
-    """Of the drafter's end. A channel is attached once; a drafter that comes again gets a new channel."""
+    """Of the drafter's end. A channel is attached once; a drafter that comes again gets a new channel.
+
+    DETACHED: it is not coming back. UNMAPPED: and its process has let go of the device memory (`cuda_ipc` only).
+    """
 
     ABSENT = 0
     ATTACHED = 1
     DETACHED = 2
+    UNMAPPED = 3
+
+
+def reached(low: int, number: int) -> bool:
+    """Whether a counter whose low 32 bits are `low` has come to `number`: cyclic, as CUDA's stream waits compare."""
+    return (low - number) & 0xFFFFFFFF < 1 << 31
 
 
 class ControlPage:
@@ -105,6 +117,21 @@ class ControlPage:
         self.set(word, value)
         self._futex.wake(self._halves[word])
 
+    def low(self, word: Word) -> int:
+        """The word's low 32 bits, which is what a device waits on and writes; its address is `offset(word)`."""
+        value: int = self._halves[word].value
+        return value
+
+    def raise_low(self, word: Word, number: int) -> None:
+        """Bring the low 32 bits up to `number`, if they are not there yet: this releases whatever waits for it."""
+        if not reached(self.low(word), number):
+            self._halves[word].value = number & 0xFFFFFFFF
+
+    @staticmethod
+    def offset(word: Word) -> int:
+        """Where a word lies, in bytes into the page."""
+        return word * WORD_STRIDE
+
     def fence(self) -> None:
         """See Futex.fence."""
         self._futex.fence()
@@ -131,9 +158,14 @@ class ControlPage:
         state = self.get(Word.DRAFTER_STATE)
         if state == DrafterState.ABSENT:
             return not self.closed and time.monotonic_ns() - self.get(Word.OPENED_NS) < attach_ns
-        if state == DrafterState.DETACHED or self.closed:
+        if state != DrafterState.ATTACHED or self.closed:
             return False
         return time.monotonic_ns() - self.get(Word.DRAFTER_BEAT_NS) < deadline_ns
+
+    def drafter_maps(self, deadline_ns: int) -> bool:
+        """Whether a living drafter may have the device memory mapped (`cuda_ipc`)."""
+        maps = self.get(Word.DRAFTER_STATE) in (DrafterState.ATTACHED, DrafterState.DETACHED)
+        return maps and time.monotonic_ns() - self.get(Word.DRAFTER_BEAT_NS) < deadline_ns
 
     def sleep(self, word: Word, seen: int, timeout_s: float) -> None:
         """Sleep until `word` is no longer `seen`, somebody calls wake_all, or timeout_s or LOOK_UP_S has passed."""

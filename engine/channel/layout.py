@@ -146,10 +146,18 @@ def plan_layout(spec: ChannelSpec) -> ChannelLayout:
     return ChannelLayout(tuple(regions), offset)
 
 
-def describe_layout(spec: ChannelSpec, kind: str, handle: bytes) -> ChannelDescription:
-    """The description of a channel of that spec. handle: the memory object's name, empty for `bytes`."""
+def describe_layout(
+    spec: ChannelSpec, kind: str, handle: bytes, device_handle: bytes | None = None, device_uuid: str = ""
+) -> ChannelDescription:
+    """The description of a channel of that spec. handle: the memory object's name, empty for `bytes`.
+
+    device_handle, device_uuid: of the regions, where they lie on a device (`cuda_ipc`); handle is the control page's.
+    """
+    device_handle = handle if device_handle is None else device_handle
     regions = tuple(
-        RegionDescription(region.name, kind, handle, region.offset, region.shape, DTYPE_NAMES[region.dtype], "")
+        RegionDescription(
+            region.name, kind, device_handle, region.offset, region.shape, DTYPE_NAMES[region.dtype], device_uuid
+        )
         for region in plan_layout(spec).regions
     )
     control = RegionDescription("control", kind, handle, 0, (CONTROL_BYTES // 8,), "int64", "")
@@ -198,7 +206,7 @@ def spec_of(description: ChannelDescription) -> ChannelSpec:
         num_blocks=description.num_blocks,
         draft_probs=description.draft_probs,
     )
-    expected = describe_layout(spec, description.kind, description.control.handle)
+    expected = describe_layout(spec, description.kind, description.control.handle, *_device_of(description))
     if description.control != expected.control:
         raise ChannelError(f"control: {description.control} is not {expected.control}")
     given = {region.name: region for region in description.regions}
@@ -210,3 +218,10 @@ def spec_of(description: ChannelDescription) -> ChannelSpec:
     if unknown := sorted(set(given) - {region.name for region in expected.regions}):
         raise ChannelError(f"regions[{unknown[0]}]: not known")
     return spec
+
+
+def _device_of(description: ChannelDescription) -> tuple[bytes | None, str]:
+    """Handle and UUID of the one device allocation that holds all regions; nothing where they lie on the host."""
+    if description.kind != "cuda_ipc" or not description.regions:
+        return None, ""
+    return description.regions[0].handle, description.regions[0].device_uuid

@@ -40,7 +40,7 @@ def tensors_of(entry: RingEntry) -> dict[str, torch.Tensor]:
 def pattern(name: str, tensor: torch.Tensor, seq: int) -> torch.Tensor:
     """What the tensor called `name` holds in step `seq`: another value in every element, step and tensor."""
     start = seq * 1000 + sum(name.encode())
-    values = torch.arange(start, start + tensor.numel()).view(tensor.shape)
+    values = torch.arange(start, start + tensor.numel(), device=tensor.device).view(tensor.shape)
     return (values % 251).to(tensor.dtype) if tensor.dtype.is_floating_point else values.to(tensor.dtype)
 
 

@@ -1,0 +1,247 @@
+"""How does one GPU, in torch's own context, share memory with other processes and wait for them?
+
+Memory comes from cuMemAlloc: plain device memory that can be exported whatever allocator torch is set to (torch's
+expandable segments cannot). A mapping of another GPU's memory is a tensor of the reader's device: that is where the
+kernels run that use it, over peer access.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+
+import torch
+
+from engine.channel.stream_driver import DeviceExport, DevicePage
+from engine.cuda.library import (
+    HOST_REGISTER_DEVICEMAP,
+    HOST_REGISTER_PORTABLE,
+    IPC_HANDLE_BYTES,
+    IPC_LAZY_ENABLE_PEER_ACCESS,
+    STREAM_WAIT_GEQ,
+    STREAM_WRITE_DEFAULT,
+    CudaLibrary,
+    IpcMemHandle,
+    Uuid,
+)
+from engine.errors import ChannelError
+
+_log = logging.getLogger(__name__)
+
+# The driver hands small allocations out of common blocks of this size and exports whole blocks: ours share with nobody.
+BLOCK_BYTES = 2 << 20
+LOW_32_BITS = 0xFFFFFFFF
+
+
+class CudaDevice:
+    """The StreamDriver of a CUDA device. Keeps the device's primary context, which is torch's, alive."""
+
+    def __init__(self, device: torch.device, library: CudaLibrary | None = None) -> None:
+        """ChannelError: not a CUDA device, or there is none of that number."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            raise ChannelError(f"kind: cuda_ipc needs a CUDA device, and {device} is none here")
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._library = library or CudaLibrary()
+        self._ordinal = _ordinal(self._library, index)
+        self.uuid = _uuid(self._library, self._ordinal)
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream()  # torch makes the context, with its own settings
+        context = c_void_p()
+        self._library.call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal)
+        self._context = context.value
+        weakref.finalize(self, _quietly, self._library, "cuDevicePrimaryCtxRelease_v2", self._ordinal)
+
+    def allocate(self, num_bytes: int) -> DeviceExport:
+        """See StreamDriver.allocate."""
+        size = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        address = c_uint64()
+        with self._in_context():
+            try:
+                self._library.call("cuMemAlloc_v2", byref(address), size)
+            except ChannelError as error:
+                raise ChannelError(f"kind: cuda_ipc needs {size} bytes of {self.device}: {error}") from error
+            block = _Block(address.value, num_bytes, lambda: self._release("cuMemFree_v2", address.value))
+            self._library.call("cuMemsetD8_v2", address.value, 0, size)
+            handle = IpcMemHandle()
+            self._library.call("cuIpcGetMemHandle", byref(handle), address.value)
+        return DeviceExport(self._wrap(block), bytes(handle.data))
+
+    def open(self, handle: bytes, num_bytes: int, uuid: str, on_closed: Callable[[], None]) -> torch.Tensor:
+        """See StreamDriver.open."""
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise ChannelError(f"handle: must have {IPC_HANDLE_BYTES} bytes, got {len(handle)}")
+        if not self.can_reach(uuid):
+            raise ChannelError(f"device_uuid: memory of {uuid!r} is out of reach of {self.device} ({self.uuid})")
+        address = c_uint64()
+        with self._in_context():
+            self._library.call(
+                "cuIpcOpenMemHandle_v2",
+                byref(address),
+                IpcMemHandle.from_buffer_copy(handle),
+                IPC_LAZY_ENABLE_PEER_ACCESS,
+            )
+
+            def close() -> None:
+                self._release("cuIpcCloseMemHandle", address.value)
+                on_closed()
+
+            block = _Block(address.value, num_bytes, close)
+            size = c_size_t()
+            self._library.call("cuMemGetAddressRange_v2", byref(c_uint64()), byref(size), address.value)
+        if size.value < num_bytes:
+            raise ChannelError(f"handle: has {size.value} bytes, the description says {num_bytes}")
+        return self._wrap(block)
+
+    def can_reach(self, uuid: str) -> bool:
+        """Whether kernels on this device can use memory of device `uuid`: it is this one, or a peer visible here."""
+        if uuid == self.uuid:
+            return True
+        count = c_int()
+        self._library.call("cuDeviceGetCount", byref(count))
+        for index in range(count.value):
+            other = _ordinal(self._library, index)
+            if _uuid(self._library, other) == uuid:
+                answer = c_int()
+                self._library.call("cuDeviceCanAccessPeer", byref(answer), self._ordinal, other)
+                return bool(answer.value)
+        return False
+
+    def register(self, buffer: mmap.mmap) -> DevicePage:
+        """See StreamDriver.register."""
+        first = ctypes.c_char.from_buffer(buffer)  # keeps the mapping alive and in its place
+        host = ctypes.addressof(first)
+        address = c_uint64()
+        with self._in_context():
+            self._library.call(
+                "cuMemHostRegister_v2", host, len(buffer), HOST_REGISTER_PORTABLE | HOST_REGISTER_DEVICEMAP
+            )
+            page = _Page(address, first, lambda: self._release("cuMemHostUnregister", host))
+            self._library.call("cuMemHostGetDevicePointer_v2", byref(address), host, 0)
+        return page
+
+    def current_stream(self) -> Hashable:
+        """See StreamDriver.current_stream."""
+        return torch.cuda.current_stream(self.device)
+
+    def wait_value(self, stream: Hashable, page: DevicePage, offset: int, value: int) -> None:
+        """See StreamDriver.wait_value."""
+        self._enqueue("cuStreamWaitValue32_v2", stream, page, offset, value, STREAM_WAIT_GEQ)
+
+    def write_value(self, stream: Hashable, page: DevicePage, offset: int, value: int) -> None:
+        """See StreamDriver.write_value."""
+        self._enqueue("cuStreamWriteValue32_v2", stream, page, offset, value, STREAM_WRITE_DEFAULT)
+
+    def mark(self, stream: Hashable) -> Callable[[], bool]:
+        """See StreamDriver.mark."""
+        assert isinstance(stream, torch.cuda.Stream)
+        event = torch.cuda.Event()
+
+        def passed() -> bool:
+            with _as_channel_error("event"):
+                return bool(event.query())
+
+        with _as_channel_error("event"):
+            event.record(stream)
+        return passed
+
+    def _enqueue(self, function: str, stream: Hashable, page: DevicePage, offset: int, value: int, flags: int) -> None:
+        assert isinstance(stream, torch.cuda.Stream)
+        assert isinstance(page, _Page)
+        if torch.cuda.is_current_stream_capturing():
+            # The number would be frozen into the graph, and every replay but the first find it reached.
+            raise ChannelError("channel: waits and publications cannot be captured in a graph")
+        arguments = (stream.cuda_stream, page.address.value + offset, value & LOW_32_BITS, flags)
+        current = c_void_p()
+        self._library.call("cuCtxGetCurrent", byref(current))
+        if current.value == self._context:
+            self._library.call(function, *arguments)
+            return
+        with self._in_context():
+            self._library.call(function, *arguments)
+
+    def _wrap(self, block: _Block) -> torch.Tensor:
+        """The block as a tensor that claims this device, whichever the memory lies on, and keeps the block alive."""
+        with torch.inference_mode(False):
+            tensor = torch.as_tensor(block, device=self.device)
+        if tensor.data_ptr() != block.address:  # torch made a copy, which no other process would see
+            raise ChannelError(f"torch {torch.__version__} cannot wrap memory of another device as a tensor")
+        return tensor
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        """Make our context the calling thread's for a while: any thread may come here, also one that has none yet."""
+        self._library.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._library.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def _release(self, function: str, argument: int) -> None:
+        """Give something back, in a finaliser: errors have nobody to go to, and at exit the driver may be gone."""
+        try:
+            with self._in_context():
+                self._library.call(function, argument)
+        except ChannelError as error:
+            _log.warning("%s: not released: %s", self.device, error)
+
+
+class _Block:
+    """Device memory at `address`; `free` is called when nobody holds it any more, a tensor over it included."""
+
+    def __init__(self, address: int, num_bytes: int, free: Callable[[], None]) -> None:
+        self.address = address
+        self._num_bytes = num_bytes
+        weakref.finalize(self, free)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self._num_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 2}
+
+
+class _Page:
+    """See DevicePage."""
+
+    def __init__(self, address: c_uint64, mapping: object, unregister: Callable[[], None]) -> None:
+        self.address = address
+        self._mapping = mapping
+        self._close = weakref.finalize(self, unregister)
+
+    def close(self) -> None:
+        self._close()
+
+
+@contextmanager
+def _as_channel_error(what: str) -> Iterator[None]:
+    """torch has a RuntimeError for whatever the device says."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ChannelError(f"{what}: {error}") from error
+
+
+def _ordinal(library: CudaLibrary, index: int) -> int:
+    device = c_int()
+    library.call("cuDeviceGet", byref(device), index)
+    return device.value
+
+
+def _uuid(library: CudaLibrary, ordinal: int) -> str:
+    """As nvidia-smi writes it."""
+    raw = Uuid()
+    library.call("cuDeviceGetUuid_v2", byref(raw), ordinal)
+    digits = bytes(raw.data).hex()
+    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def _quietly(library: CudaLibrary, function: str, argument: int) -> None:
+    try:
+        library.call(function, argument)
+    except ChannelError as error:
+        _log.warning("%s", error)
