@@ -1,7 +1,7 @@
 """How do the tests run mixed batches through a decoder?
 
 A small stand-in for a service: every sequence has its own block table over one KV cache, a step takes any number of
-(sequence, query length) rows, and attention runs on the torch backend.
+(sequence, query length) rows, and attention runs on any backend, on the decoder's device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.block_pool import BlockPool
 from engine.decoder import Decoder, ForwardOutput
 from engine.request_blocks import RequestBlocks
 from kernels.attention.interface import AttentionMetadata, AttentionPlan
-from kernels.attention.torch_backend import TorchAttention
+from kernels.attention.registry import make_attention
 from kernels.layout import make_positions, make_query_start_loc, make_slot_mapping
 
 
@@ -23,9 +23,16 @@ class BatchRunner:
     """Sequences on seats 0 .. num_seats - 1; `step` advances some of them and remembers their lengths."""
 
     def __init__(
-        self, decoder: Decoder, num_seats: int = 8, max_len: int = 256, block_size: int = 4, shuffle: bool = True
+        self,
+        decoder: Decoder,
+        num_seats: int = 8,
+        max_len: int = 256,
+        block_size: int = 4,
+        shuffle: bool = True,
+        attention: str = "torch",
     ) -> None:
         self.decoder = decoder
+        self.device = decoder.device
         self.block_size = block_size
         self.max_len = max_len
         num_blocks = 1 + num_seats * (-(-max_len // block_size))
@@ -39,7 +46,10 @@ class BatchRunner:
         self.lengths = [0] * num_seats
         config = decoder.config
         self.backends = [
-            TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, group.window)
+            make_attention(
+                *(attention, config.num_heads, config.num_kv_heads, config.head_dim),
+                *(config.attention_scale, group.window),
+            )
             for group in decoder.groups
         ]
 
@@ -47,7 +57,7 @@ class BatchRunner:
         self, rows: Sequence[tuple[int, Sequence[int]]], hidden_layers: tuple[int, ...] = (), embeds: bool = False
     ) -> ForwardOutput:
         """rows: (seat, its next token ids). Hidden states come back in the rows' order."""
-        input_ids = torch.tensor([token for _, tokens in rows for token in tokens])
+        input_ids = torch.tensor([token for _, tokens in rows for token in tokens], device=self.device)
         positions, plans = self.prepare([(seat, len(tokens)) for seat, tokens in rows])
         inputs = self.decoder.embed(input_ids) if embeds else input_ids
         with torch.inference_mode():
@@ -67,19 +77,21 @@ class BatchRunner:
         positions = make_positions(context_lens, query_lens)
         tables = self.blocks.table_np[seats]
         seq_lens = (context_lens + query_lens).astype(np.int32)
+        slots = make_slot_mapping(tables, positions, query_start_loc, self.block_size, self.max_len, len(positions))
         metadata = AttentionMetadata(
-            query_start_loc=torch.from_numpy(query_start_loc),
-            seq_lens=torch.from_numpy(seq_lens),
-            block_tables=torch.from_numpy(tables),
-            slot_mapping=torch.from_numpy(
-                make_slot_mapping(tables, positions, query_start_loc, self.block_size, self.max_len, len(positions))
-            ),
+            query_start_loc=self._there(query_start_loc),
+            seq_lens=self._there(seq_lens),
+            block_tables=self._there(tables),
+            slot_mapping=self._there(slots),
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             query_start_loc_np=query_start_loc,
             seq_lens_np=seq_lens,
         )
-        return torch.from_numpy(positions), [backend.plan(metadata) for backend in self.backends]
+        return self._there(positions), [backend.plan(metadata) for backend in self.backends]
+
+    def _there(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def rewind(self, seat: int, length: int) -> None:
         """Forget tokens past `length`, as after rejected drafts: their KV stays in the cache."""

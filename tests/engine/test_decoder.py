@@ -221,3 +221,35 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ModelError, match="no safetensors file"):
         Decoder.load(directory)
+
+
+def test_the_backend_that_rotates_itself_gives_the_same(pair: tuple[Decoder, PreTrainedModel]) -> None:
+    """Attention without host lengths, which takes queries and keys before their rotation."""
+    decoder, _ = pair
+    tokens = random_tokens(20, 11)
+    hidden = []
+    for attention in ("torch", "reference"):
+        runner = BatchRunner(decoder, attention=attention)
+        runner.step([(0, tokens[:9]), (1, tokens[:5])])
+        hidden.append(runner.step([(0, tokens[9:]), (1, tokens[5:6])], (1, 1, 0)))
+    assert_close(hidden[0].hidden, hidden[1].hidden)
+    assert hidden[0].captured is not None
+    assert hidden[1].captured is not None
+    assert_close(hidden[0].captured, hidden[1].captured)
+
+
+def test_dummy_weights_keep_activations_finite_at_any_depth(tmp_path: Path) -> None:
+    overrides = {"num_hidden_layers": 24, "tie_word_embeddings": False, "attention_bias": True}
+    directory = make_tiny_model(tmp_path / "m", "llama", **overrides)
+    (directory / "model.safetensors").unlink()  # nothing but the config is read
+    tokens = random_tokens(40, 12)
+    outputs = []
+    for seed in (1, 1, 2):
+        decoder = Decoder.load(directory, torch.bfloat16, load_format="dummy", seed=seed)
+        output = BatchRunner(decoder).step([(0, tokens)], (23,))
+        assert output.captured is not None
+        assert 0.5 < output.captured.float().std() < 10
+        outputs.append(decoder.logits(output.hidden))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    assert 0.3 < outputs[0].std() < 3
