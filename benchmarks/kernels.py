@@ -3,8 +3,10 @@
 An 8-billion-parameter Llama's shapes (32 query heads, 8 KV heads of 128, hidden 4096, vocabulary 128256, blocks of 16),
 bfloat16, at batch 1, 16 and 64 with rows of 1 and of 4 query tokens. `kernel` is replayed from a CUDA graph, so that no
 host time counts, over enough copies of its inputs that none is found in the L2 cache; `reference` is the plain torch
-kernel as it is called. `floor` is the bytes that must move over the copy bandwidth measured first. Prints a table, then
-one JSON object as the last line. Needs a CUDA device, and says so where there is none.
+kernel as it is called (of a long prompt's attention: torch's own flash attention over keys that lie in a row; of a
+product: torch's). `floor` is the bytes that must move over the copy bandwidth measured first, or the operations over
+the rate of a large product, whichever takes longer. Prints a table, then one JSON object as the last line. Needs a CUDA
+device, and says so where there is none. `benchmarks.linear` measures the products shape by shape.
 
     python -m benchmarks.kernels [--repeats N] [--only NAME]
 """
@@ -36,11 +38,14 @@ DEVICE = "cuda"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel at one size. make() binds fresh inputs: (kernel, reference). num_bytes: what must move."""
+    """One kernel at one size. make() binds fresh inputs: (kernel, reference). num_bytes: what must move; num_flops:
+    what must be computed on the matrix units.
+    """
 
     name: str
     num_bytes: int
     make: Callable[[], tuple[Callable[[], object], Callable[[], object]]]
+    num_flops: float = 0.0
 
 
 def graph_us(calls: Sequence[Callable[[], object]], repeats: int) -> float:
@@ -79,6 +84,14 @@ def copy_bandwidth(repeats: int) -> float:
     target = torch.empty_like(source)
     target.copy_(source)
     return 2.0 * source.numel() / median_us(partial(target.copy_, source), repeats)
+
+
+def product_rate(repeats: int) -> float:
+    """Floating-point operations per microsecond of a large product in bfloat16, of random numbers."""
+    size = 8192
+    left, right = random(size, size), random(size, size)
+    torch.mm(left, right)
+    return 2.0 * size**3 / median_us(partial(torch.mm, left, right), repeats)
 
 
 def pair(name: str, function: str, arguments: tuple[Any, ...]) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -250,6 +263,60 @@ def attention_case(rows: int, query_len: int, context_len: int) -> Case:
     return Case(f"attention, {rows} x {query_len} over {context_len}", num_bytes, make)
 
 
+def prompt_case(query_len: int, context_len: int) -> Case:
+    """A chunk of a long prompt behind its context, beside torch's flash attention."""
+    seq_len = context_len + query_len
+    width = -(-seq_len // CACHE_BLOCK)
+
+    def make() -> Any:
+        kernels = module("attention", "triton")
+        q = random(query_len, HEADS, HEAD_DIM)
+        caches = random(2, width, CACHE_BLOCK, KV_HEADS, HEAD_DIM)
+        tables = torch.randperm(width, device=DEVICE).to(torch.int32).view(1, width)
+        inputs = (q, caches[0], caches[1], starts_of(1, query_len), ints([seq_len]), tables, HEAD_DIM**-0.5)
+        tiling = kernels.choose_tiling(q.device, KV_HEADS, HEAD_DIM, q.element_size())
+        own = q.transpose(0, 1)[None]
+        keys, values = (
+            cache.view(-1, KV_HEADS, HEAD_DIM)[:query_len].transpose(0, 1)[None].contiguous() for cache in caches
+        )
+        # Without a context, the same work; behind one, torch has no causal form: its own chunk only.
+        dense = partial(
+            torch.nn.functional.scaled_dot_product_attention, own, keys, values, is_causal=True, enable_gqa=True
+        )
+        return partial(kernels.attend, *inputs, None, query_len, MAX_LEN, tiling), dense
+
+    num_bytes = (2 * seq_len * KV_HEADS + 2 * query_len * HEADS) * HEAD_DIM * 2
+    seen = query_len * context_len + query_len * (query_len + 1) // 2
+    return Case(f"prompt attention, {query_len} behind {context_len}", num_bytes, make, 4.0 * seen * HEADS * HEAD_DIM)
+
+
+def product_case(name: str, size_out: int, size_in: int, gated: bool, rows: int) -> Case:
+    """A linear layer as the engine runs it."""
+
+    def make() -> Any:
+        from engine.linear import PackedLinear
+
+        x, layer = random(rows, size_in), PackedLinear(random(size_out, size_in) * size_in**-0.5)
+        if gated:
+            silu_mul = module("activation", "triton").silu_mul
+            return partial(layer.silu_mul, x), lambda: silu_mul(torch.nn.functional.linear(x, layer.weight))
+        return partial(layer, x), partial(torch.nn.functional.linear, x, layer.weight)
+
+    num_bytes = (size_out * size_in + rows * (size_in + size_out)) * 2
+    return Case(f"{name}, {rows} rows", num_bytes, make, 2.0 * rows * size_in * size_out)
+
+
+def product_cases(rows: int) -> list[Case]:
+    """A layer's four products, and the logits'."""
+    return [
+        product_case("qkv product", (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, False, rows),
+        product_case("out product", HIDDEN, HEADS * HEAD_DIM, False, rows),
+        product_case("gate_up product, silu_mul", 2 * INNER, HIDDEN, True, rows),
+        product_case("down product", HIDDEN, INNER, False, rows),
+        product_case("logits product", VOCAB, HIDDEN, False, rows),
+    ]
+
+
 def all_cases() -> list[Case]:
     """In the order of the table."""
     cases: list[Case] = []
@@ -259,10 +326,13 @@ def all_cases() -> list[Case]:
         cases += sampling_cases(rows)
         for context_len in (1024, 8192):
             cases += [attention_case(rows, query_len, context_len) for query_len in (1, DRAFT_LEN + 1)]
-    return [*cases, attention_case(1, 512, 0), attention_case(1, 512, 4096), *elementwise_cases(512)]
+    for rows in (1, DRAFT_LEN + 1, 64):
+        cases += product_cases(rows)
+    prompts = [(512, 0), (2048, 0), (8192, 0), (2048, 6144), (2048, 30720)]
+    return [*cases, *(prompt_case(*sizes) for sizes in prompts), *elementwise_cases(512)]
 
 
-def measure(case: Case, bandwidth: float, repeats: int) -> dict[str, float]:
+def measure(case: Case, bandwidth: float, rate: float, repeats: int) -> dict[str, float]:
     """Microseconds of kernel, reference and floor."""
     copies = max(1, min(MAX_COPIES, COLD_BYTES // max(1, case.num_bytes)))
     made = [case.make() for _ in range(copies)]
@@ -272,7 +342,7 @@ def measure(case: Case, bandwidth: float, repeats: int) -> dict[str, float]:
     figures = {
         "kernel": kernel,
         "reference": median_us(reference, max(3, repeats // 5)),
-        "floor": case.num_bytes / bandwidth,
+        "floor": max(case.num_bytes / bandwidth, case.num_flops / rate),
     }
     figures["kernel / floor"] = kernel / figures["floor"]
     figures["reference / kernel"] = figures["reference"] / kernel
@@ -292,20 +362,29 @@ def main() -> None:
         return
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    bandwidth = copy_bandwidth(options.repeats)
+    bandwidth, rate = copy_bandwidth(options.repeats), product_rate(options.repeats)
     name = torch.cuda.get_device_name()
     columns = ["kernel", "reference", "floor", "kernel / floor", "reference / kernel"]
-    print(f"{name}: copies move {bandwidth / 1e6:.2f} TB/s")
+    print(f"{name}: copies move {bandwidth / 1e6:.2f} TB/s, products make {rate / 1e6:.0f} TFLOP/s")
     print(f"{'microseconds':46}" + "".join(f"{column:>20}" for column in columns))
     results: dict[str, dict[str, float]] = {}
     for case in all_cases():
         if options.only not in case.name:
             continue
-        results[case.name] = measure(case, bandwidth, options.repeats)
+        results[case.name] = measure(case, bandwidth, rate, options.repeats)
         row = results[case.name]
         print(f"{case.name:46}" + "".join(f"{row[column]:20.2f}" for column in columns), flush=True)
         torch.cuda.empty_cache()
-    print(json.dumps({"device": name, "copy_tb_per_s": round(bandwidth / 1e6, 3), "cases": results}))
+    print(
+        json.dumps(
+            {
+                "device": name,
+                "copy_tb_per_s": round(bandwidth / 1e6, 3),
+                "tflop_per_s": round(rate / 1e6),
+                "cases": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
