@@ -5,8 +5,8 @@ Two kinds of rows, two launches of one kernel:
     short rows, up to 16 query tokens (decode, verify): all query heads that share a KV head, of all of a row's tokens,
         are folded into one tile, which goes over the row's keys once. The keys are split in stretches that programs
         take side by side, so that one row alone can fill a GPU; a second launch merges the stretches.
-    long rows (prompt chunks): tiles of query tokens, each over all the keys it sees. Launched only where the step may
-        have such rows.
+    long rows (prompt chunks): tiles of query tokens, each over all the keys it sees (`prompt_attention.py`). Launched
+        only where the step may have such rows.
 
 How many stretches a row has depends on its own length and the device alone, never on its neighbours nor on a host's
 bound: a row comes out the same, bit for bit, in any batch of one tile shape, inside a graph and outside. Programs are
@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.kv_write import packed_heads
+from kernels.triton.prompt_attention import attend_long_rows
 
 # Rows of up to this many query tokens are short.
 SHORT_LEN = 16
@@ -38,17 +39,21 @@ class Tiling:
     """How the work is cut.
 
     block_keys: keys of one turn of the inner loop. split_keys: the least keys of a stretch, a multiple of block_keys;
-    max_splits: the most stretches of a row, so that long rows have longer ones. long_tile: query tokens times heads in
-    a tile of a long row, a power of two. num_programs: of the short rows' launch, and of the long rows'. num_stages: of
-    the inner loop's pipeline.
+    max_splits: the most stretches of a row, so that long rows have longer ones. num_programs: as many as the device
+    holds. num_stages: of the inner loop's pipeline. long_*: the same of long rows, and long_tile: query tokens times
+    heads of a tile, a power of two.
     """
 
     block_keys: int
     split_keys: int
     max_splits: int
-    long_tile: int
     num_programs: int
     num_stages: int
+    long_tile: int
+    long_keys: int
+    long_programs: int
+    long_stages: int
+    long_warps: int
 
 
 @lru_cache(maxsize=64)
@@ -66,9 +71,13 @@ def choose_tiling(device: torch.device, num_kv_heads: int, head_dim: int, itemsi
         block_keys=32 if heavy else 64,
         split_keys=128,
         max_splits=min(64, max(8, 2 ** int(math.log2(splits)))),
-        long_tile=64 if heavy else 128,
         num_programs=3 * multiprocessors,
         num_stages=NUM_STAGES,
+        long_tile=64 if heavy else 128,
+        long_keys=32 if heavy else 64,
+        long_programs=2 * multiprocessors,
+        long_stages=NUM_STAGES,
+        long_warps=8,
     )
 
 
@@ -109,7 +118,6 @@ def _attend(
     BLOCK_DIM: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
-    SHORT: tl.constexpr,
     MAX_SHORT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -127,14 +135,10 @@ def _attend(
     row_starts = tl.load(starts_ptr + rows, mask=rows < num_rows, other=0)
     query_lens = tl.load(starts_ptr + rows + 1, mask=rows < num_rows, other=0) - row_starts
     seq_lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
-    if SHORT:
-        query_lens = tl.where((query_lens <= MAX_SHORT) & (seq_lens > 0), query_lens, 0)
-        num_keys = seq_lens - _first_key(seq_lens, query_lens, WINDOW, BLOCK_KEYS)
-        split_lens = _split_len(num_keys, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
-        parts = (num_keys + split_lens - 1) // split_lens
-    else:
-        query_lens = tl.where((query_lens > MAX_SHORT) & (seq_lens > 0), query_lens, 0)
-        parts = (query_lens + TILE_TOKENS - 1) // TILE_TOKENS
+    query_lens = tl.where((query_lens <= MAX_SHORT) & (seq_lens > 0), query_lens, 0)
+    num_keys = seq_lens - _first_key(seq_lens, query_lens, WINDOW, BLOCK_KEYS)
+    split_lens = _split_len(num_keys, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
+    parts = (num_keys + split_lens - 1) // split_lens
     parts = tl.where(query_lens > 0, parts, 0)
     part_ends = tl.cumsum(parts, axis=0)
     num_items = tl.sum(parts, axis=0) * NUM_KV_HEADS
@@ -151,22 +155,14 @@ def _attend(
         start = tl.load(starts_ptr + row)
         query_len = tl.load(starts_ptr + row + 1) - start
         seq_len = tl.load(seq_lens_ptr + row)
-        if SHORT:
-            first_token = 0
-            row_first = _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
-            split_len = _split_len(seq_len - row_first, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
-            first_key = row_first + part * split_len
-            end_key = tl.minimum(first_key + split_len, seq_len)
-            one_part = seq_len - row_first <= split_len
-        else:
-            first_token = part * TILE_TOKENS
-            last_token = tl.minimum(first_token + TILE_TOKENS, query_len)
-            end_key = seq_len - query_len + last_token
-            first_key = _first_key(end_key, last_token - first_token, WINDOW, BLOCK_KEYS)
-            one_part = True
-        tokens = first_token + tile_tokens
+        row_first = _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
+        split_len = _split_len(seq_len - row_first, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
+        first_key = row_first + part * split_len
+        end_key = tl.minimum(first_key + split_len, seq_len)
+        one_part = seq_len - row_first <= split_len
+        tokens = tile_tokens
         heads = kv_head * GROUP + tile % GROUP
-        valid = (tile_tokens < TILE_TOKENS) & (tokens < query_len)
+        valid = (tokens < TILE_TOKENS) & (tokens < query_len)
         positions = seq_len - query_len + tokens
         q_offsets = (start + tokens).to(tl.int64) * q_stride + heads * HEAD_DIM
         q_mask = valid[:, None] & dim_mask[None, :]
@@ -316,45 +312,46 @@ def attend(
         "WINDOW": window or 0,
         "MAX_SHORT": SHORT_LEN,
         "BLOCK_ROWS": block_rows,
+    }
+    splitting = {
         "BLOCK_KEYS": tiling.block_keys,
         "SPLIT_KEYS": tiling.split_keys,
         "MAX_SPLITS": tiling.max_splits,
         "SPLIT_STRIDE": split_stride,
     }
-
-    def launch(short: bool, tile: int, most_items: int) -> None:
-        _attend[(min(tiling.num_programs, most_items),)](
-            q,
-            k_cache,
-            v_cache,
-            query_start_loc,
-            seq_lens,
-            block_tables,
-            out,
-            partial,
-            stats,
-            scale * math.log2(math.e),
-            q.stride(0),
-            block_tables.stride(0),
-            num_rows,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=group,
-            CACHE_BLOCK=cache_block,
-            SHORT=short,
-            TILE=tile,
-            WIDE=_INTERPRETED or q.dtype == torch.float32,
-            **shared,
-            # Float32's products take the registers of twice the threads.
-            num_warps=8 if tile > 64 or (q.dtype == torch.float32 and tile > 16) else 4,
-            num_stages=tiling.num_stages,
-        )
-
+    layer = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "CACHE_BLOCK": cache_block}
+    wide = _INTERPRETED or q.dtype == torch.float32
+    inputs = (q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out)
+    sizes = (scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_rows)
     short_tile = max(16, triton.next_power_of_2(triton.next_power_of_2(short_len) * group))
-    launch(True, short_tile, num_rows * split_stride * num_kv_heads)
+    _attend[(min(tiling.num_programs, num_rows * split_stride * num_kv_heads),)](
+        *inputs,
+        partial,
+        stats,
+        *sizes,
+        **layer,
+        **shared,
+        **splitting,
+        TILE=short_tile,
+        WIDE=wide,
+        # Float32's products take the registers of twice the threads.
+        num_warps=8 if short_tile > 64 or (wide and short_tile > 16) else 4,
+        num_stages=tiling.num_stages,
+    )
     if max_query_len > SHORT_LEN:
         long_tile = max(tiling.long_tile, triton.next_power_of_2(group))
         tiles = triton.cdiv(num_tokens, long_tile // group) + num_rows
-        launch(False, long_tile, tiles * num_kv_heads)
+        attend_long_rows[(min(tiling.long_programs, tiles * num_kv_heads),)](
+            *inputs,
+            *sizes,
+            **layer,
+            **shared,
+            TILE=long_tile,
+            BLOCK_KEYS=tiling.long_keys,
+            STAGES=tiling.long_stages,
+            WIDE=wide,
+            num_warps=tiling.long_warps,
+        )
     _merge[(num_tokens, num_heads)](
         query_start_loc,
         seq_lens,
@@ -364,6 +361,7 @@ def attend(
         num_rows,
         NUM_HEADS=num_heads,
         **shared,
+        **splitting,
         BLOCK_SPLITS=triton.next_power_of_2(split_stride),
         num_warps=2,
     )

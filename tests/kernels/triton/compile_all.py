@@ -164,7 +164,7 @@ def attention_kernels(shape: Shape, dtype: torch.dtype, steps: Sequence[tuple[in
     """steps: (rows, query tokens of each)."""
     # As on an H200.
     tiling = attention.choose_tiling(torch.device("cpu"), shape.kv_heads, shape.head_dim, dtype.itemsize)
-    tiling = replace(tiling, max_splits=16, num_programs=396)
+    tiling = replace(tiling, max_splits=16, num_programs=396, long_programs=264)
     cache = torch.zeros((4, 16, shape.kv_heads, shape.head_dim), dtype=dtype)
     for rows, query_len in steps:
         q = torch.zeros((rows * query_len, shape.heads, shape.head_dim), dtype=dtype)

@@ -18,7 +18,18 @@ from tests.kernels.test_attention import Case, make_case, reference
 from tests.kernels.triton.device import DEVICE, DTYPES, ON_GPU
 
 # Small stretches and few programs: rows of a few dozen keys are split, and programs take several items each.
-TILING = Tiling(block_keys=16, split_keys=16, max_splits=4, long_tile=32, num_programs=3, num_stages=2)
+TILING = Tiling(
+    block_keys=16,
+    split_keys=16,
+    max_splits=4,
+    num_programs=3,
+    num_stages=2,
+    long_tile=32,
+    long_keys=16,
+    long_programs=3,
+    long_stages=2,
+    long_warps=4,
+)
 TOLERANCE = {torch.float32: 1e-5 if ON_GPU else 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
