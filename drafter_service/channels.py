@@ -10,20 +10,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from drafter_service.messages import StepRequest
+from engine.channel.device import DeviceDrafterEnd
 from engine.channel.interface import DrafterChannel
+from engine.channel.opening import DEVICE_KINDS
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedChannel:
-    """A channel as attaching gave it. max_model_len: the target's. detach: closes our end, tells the target; quick."""
+    """A channel as attaching gave it: of the device's interface where steps run without the host.
 
-    channel: DrafterChannel
+    max_model_len: the target's. detach: closes our end, tells the target; quick.
+    """
+
+    channel: DrafterChannel | DeviceDrafterEnd
     target_address: str
     target_instance_id: str
     max_model_len: int
     detach: Callable[[], None]
+
+    @property
+    def host_channel(self) -> DrafterChannel:
+        """The channel, where steps run through the host."""
+        assert self.channel.kind not in DEVICE_KINDS
+        return cast(DrafterChannel, self.channel)
 
 
 @dataclass(frozen=True, slots=True)

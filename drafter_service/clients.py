@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import torch
 
 from drafter_service.channels import AttachedChannel, AttachOutcome
 from drafter_service.codec import (
@@ -25,8 +26,10 @@ from drafter_service.codec import (
 from drafter_service.speculator import ChannelNeeds
 from drafter_service.streams import GatewayStream
 from engine.channel.bytes import BytesDrafterEnd
+from engine.channel.cuda_ipc import CudaIpcDrafterEnd
+from engine.channel.description import ChannelDescription
 from engine.channel.host import host_id
-from engine.channel.opening import attach_drafter_channel
+from engine.channel.opening import attach_device_channel, attach_drafter_channel, device_uuid, kinds_of
 from engine.channel.shm import ShmDrafterChannel
 from engine.errors import ChannelError
 from protos import target_pb2, target_pb2_grpc
@@ -54,7 +57,7 @@ class TargetConnector:
     """Attaches to targets, in threads of its own.
 
     drafter_id: of the service. A target keeps one channel for each id, so each gateway attaches under one of its own.
-    kinds: channel kinds to offer, best first.
+    kinds: channel kinds to offer, best first. device: on which steps run without the host; None: they do not.
     """
 
     def __init__(
@@ -66,11 +69,14 @@ class TargetConnector:
         attach_timeout_s: float,
         heartbeat_deadline_s: float,
         max_concurrent: int = 4,
+        device: torch.device | None = None,
     ) -> None:
         self._needs = needs
         self._drafter_id = drafter_id
         self._instance_id = instance_id
-        self._kinds = kinds
+        self._kinds = kinds_of(kinds, device)
+        self._device = device
+        self._device_uuid = "" if device is None else device_uuid(device)
         self._timeout_s = attach_timeout_s
         self._heartbeat_deadline_s = heartbeat_deadline_s
         self._pool = ThreadPoolExecutor(max_concurrent, thread_name_prefix="attach")
@@ -95,15 +101,18 @@ class TargetConnector:
         try:
             stub = target_pb2_grpc.TargetServiceStub(grpc_channel)
             request = attach_request_to_proto(
-                self._needs, _attach_id(self._drafter_id, gateway_id), self._instance_id, host_id(), self._kinds
+                self._needs,
+                _attach_id(self._drafter_id, gateway_id),
+                self._instance_id,
+                host_id(),
+                self._kinds,
+                self._device_uuid,
             )
             try:
                 reply = stub.Attach(request, timeout=self._timeout_s, wait_for_ready=True)
             except grpc.RpcError as error:
                 raise ChannelError(f"the target at {target_address} gave no channel: {_reason(error)}") from error
-            channel = attach_drafter_channel(
-                channel_from_proto(reply.channel), self._heartbeat_deadline_s, self._timeout_s
-            )
+            channel = self._take(channel_from_proto(reply.channel))
         except BaseException:
             grpc_channel.close()
             raise
@@ -116,6 +125,11 @@ class TargetConnector:
 
         return AttachedChannel(channel, target_address, reply.target_instance_id, reply.max_model_len, detach)
 
+    def _take(self, description: ChannelDescription) -> ShmDrafterChannel | BytesDrafterEnd | CudaIpcDrafterEnd:
+        if self._device is not None:
+            return attach_device_channel(description, self._device, self._heartbeat_deadline_s)
+        return attach_drafter_channel(description, self._heartbeat_deadline_s, self._timeout_s)
+
     def close(self) -> None:
         """Wait for what runs, within the attach timeout; nothing new is taken."""
         self._pool.shutdown(wait=True)
@@ -124,7 +138,7 @@ class TargetConnector:
         self,
         stub: target_pb2_grpc.TargetServiceStub,
         grpc_channel: grpc.Channel,
-        channel: ShmDrafterChannel | BytesDrafterEnd,
+        channel: ShmDrafterChannel | BytesDrafterEnd | CudaIpcDrafterEnd,
     ) -> None:
         request = target_pb2.DetachRequest(channel_id=channel.spec.channel_id, epoch=channel.spec.epoch)
 

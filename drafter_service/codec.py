@@ -100,7 +100,7 @@ def event_to_proto(event: Event) -> drafter_pb2.DrafterEvent:
 
 
 def attach_request_to_proto(
-    needs: ChannelNeeds, drafter_id: str, instance_id: str, host_id: str, kinds: tuple[str, ...]
+    needs: ChannelNeeds, drafter_id: str, instance_id: str, host_id: str, kinds: tuple[str, ...], device_uuid: str = ""
 ) -> target_pb2.AttachRequest:
     """What the drafter asks of a target."""
     return target_pb2.AttachRequest(
@@ -115,6 +115,7 @@ def attach_request_to_proto(
         block_size=needs.block_size,
         num_blocks=needs.num_blocks,
         vocab_size=needs.vocab_size,
+        device_uuid=device_uuid,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from drafter_service.channels import ChannelLink
 from drafter_service.entries import check_entry, copy_entry, draft_rows
 from drafter_service.messages import DraftTimes, StepReport, StepRequest
-from drafter_service.residency import Residents, Warmth
+from drafter_service.residency import Residents
 from drafter_service.speculator import DraftBatch, DraftProposal, Speculator, empty_proposal
 from engine.channel.interface import RingEntry
 from engine.errors import ChannelError
@@ -62,7 +62,7 @@ class StepRunner:
         """Run the step if its entry comes within slice_s. None: not yet, ask again. later_plans: of the same channel,
         that wait behind it.
         """
-        plan, channel = pending.plan, link.attached.channel
+        plan, channel = pending.plan, link.attached.host_channel
         now = time.monotonic()
         later_plans = max(0, later_plans - plan.ahead)
         if later_plans and not pending.hurried:
@@ -84,7 +84,7 @@ class StepRunner:
         return StepReport(
             seq=plan.seq,
             channel_id=plan.channel_id,
-            cold_request_ids=self._cold(plan),
+            cold_request_ids=self._residents.cold(plan),
             num_drafted=proposal.num_drafted,
             metadata_builds=proposal.metadata_builds,
             metadata_launches=proposal.metadata_launches,
@@ -100,7 +100,7 @@ class StepRunner:
             seq=plan.seq,
             channel_id=plan.channel_id,
             missed=True,
-            cold_request_ids=self._cold(plan),
+            cold_request_ids=self._residents.cold(plan),
             times=DraftTimes(wait_ms=wait_ms, total_ms=wait_ms),
         )
 
@@ -108,13 +108,13 @@ class StepRunner:
         """Follow earlier steps whose entry came too late, without drafting."""
         while link.missed:
             plan = link.missed.popleft()
-            entry = link.attached.channel.take_entry(plan.seq, 0.0)
+            entry = link.attached.host_channel.take_entry(plan.seq, 0.0)
             if entry is not None:
                 self._follow(link, plan, entry, drafting=False)
 
     def _follow(self, link: ChannelLink, plan: StepRequest, shared: RingEntry, drafting: bool) -> DraftProposal | None:
         """Follow one entry. None: it was overwritten while it was read, or makes no sense."""
-        channel = link.attached.channel
+        channel = link.attached.host_channel
         spec = channel.spec
         entry = copy_entry(shared, self._with_hidden, self._with_layout)
         if not channel.entry_intact(plan.seq):
@@ -140,17 +140,7 @@ class StepRunner:
 
     def _publish(self, link: ChannelLink, plan: StepRequest, proposal: DraftProposal) -> bool:
         try:
-            link.attached.channel.publish_reply(plan.seq, proposal.tokens, proposal.probs, proposal.has_probs)
+            link.attached.host_channel.publish_reply(plan.seq, proposal.tokens, proposal.probs, proposal.has_probs)
         except ChannelError:  # the channel is closed: whoever opens the next one starts afresh
             return False
         return True
-
-    def _cold(self, plan: StepRequest) -> tuple[str, ...]:
-        """Requests that the gateway wants drafts for and that only a new admission brings back."""
-        cold = []
-        for row in plan.rows:
-            resident = self._residents.find(row.request_id, row.epoch, plan.channel_id)
-            unknown = resident is None and row.draft_len > 0
-            if unknown or (resident is not None and resident.warmth is Warmth.COLD):
-                cold.append(row.request_id)
-        return tuple(cold)

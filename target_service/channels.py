@@ -13,14 +13,18 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from engine.channel.bytes import BytesTargetEnd
+from engine.channel.cuda_ipc import CudaIpcTargetEnd
 from engine.channel.description import ChannelDescription
+from engine.channel.device import DeviceTargetEnd
 from engine.channel.host import host_id
 from engine.channel.interface import ChannelSpec, TargetChannel
-from engine.channel.opening import choose_kind, describe, open_target_channel
+from engine.channel.opening import DEVICE_KINDS, choose_kind, kinds_of, open_device_channel, open_target_channel
+from engine.channel.shm import ShmTargetChannel
 from engine.errors import CapacityError, ChannelError, InvalidRequest
 from target_service.batch import StepBatch
 
@@ -45,6 +49,7 @@ class AttachRequest:
     block_size: int
     num_blocks: int
     vocab_size: int
+    device_uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,11 @@ class StepRecord:
 class OpenChannel:
     """One channel in use. Apart from `last_alive`, used by the device thread only.
 
-    shares_blocks: the drafter mirrors our block tables (`metadata_source: reuse`). missed_at: the last step that waited
-    for drafts in vain.
+    end: of the host's interface, or of the device's where steps run without the host. shares_blocks: the drafter
+    mirrors our block tables (`metadata_source: reuse`). missed_at: the last step that waited for drafts in vain.
     """
 
-    end: TargetChannel
+    end: TargetChannel | DeviceTargetEnd
     drafter_id: str
     hidden_layers: tuple[int, ...]
     shares_blocks: bool
@@ -93,6 +98,12 @@ class OpenChannel:
     def rows_of(self, seq: int) -> dict[tuple[str, int], int] | None:
         """Row of each placement in step `seq`, or None when that step is forgotten or was never published here."""
         return self._places.get(seq)
+
+    @property
+    def host_end(self) -> TargetChannel:
+        """The end, where steps run through the host."""
+        assert self.end.kind not in DEVICE_KINDS
+        return cast(TargetChannel, self.end)
 
     def publish(self, record: StepRecord, captured: torch.Tensor | None) -> None:
         """Write and publish the step's ring entry. A channel that cannot take it costs drafts, never the step."""
@@ -110,7 +121,7 @@ class OpenChannel:
     def _write(self, record: StepRecord, captured: torch.Tensor | None) -> None:
         batch = record.batch
         metadata = batch.metadata
-        entry = self.end.begin(record.seq, len(batch.rows), batch.num_tokens)
+        entry = self.host_end.begin(record.seq, len(batch.rows), batch.num_tokens)
         if entry.hidden is not None and captured is not None:
             entry.hidden.copy_(captured)
         entry.positions.copy_(batch.positions)
@@ -127,12 +138,15 @@ class OpenChannel:
         entry.seeds.copy_(record.seeds[seats])
         entry.slot_mapping.copy_(metadata.slot_mapping)
         entry.block_tables.copy_(metadata.block_tables)
-        self.end.publish(record.seq)
+        self.host_end.publish(record.seq)
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """What every channel of this target has in common. num_blocks counts the null block too."""
+    """What every channel of this target has in common. num_blocks counts the null block too.
+
+    device: on which steps run without the host, so that channels are of the device's interface; None: of the host's.
+    """
 
     instance_id: str
     kinds: tuple[str, ...]
@@ -150,6 +164,7 @@ class ChannelSettings:
     max_blocks_per_row: int
     block_size: int
     num_blocks: int
+    device: torch.device | None = None
 
 
 class TargetChannels:
@@ -158,6 +173,7 @@ class TargetChannels:
     def __init__(self, settings: ChannelSettings) -> None:
         self._settings = settings
         self._host_id = host_id()
+        self._kinds = kinds_of(settings.kinds, settings.device)
         self._attaching = threading.Lock()  # one Attach at a time; taken before _lock
         self._lock = threading.Lock()
         self._open: dict[str, OpenChannel] = {}
@@ -171,7 +187,9 @@ class TargetChannels:
         """Export a channel. InvalidRequest, ChannelError or CapacityError say why not."""
         settings = self._settings
         self._check(request)
-        kind = choose_kind(request.kinds, request.host_id, self._host_id, settings.kinds)
+        kind = choose_kind(
+            request.kinds, request.host_id, self._host_id, self._kinds, settings.device, request.device_uuid
+        )
         number = next(self._numbers)
         spec = ChannelSpec(
             channel_id=f"{settings.instance_id}/{request.drafter_id}",
@@ -195,7 +213,7 @@ class TargetChannels:
                     raise CapacityError(f"{settings.max_channels} channels are open or still closing")
                 self._retire(spec.channel_id)
             # Not under the lock that every step takes: this may be gigabytes.
-            end = open_target_channel(spec, kind, settings.heartbeat_deadline_s, settings.lease_s)
+            end = self._make_end(spec, kind)
             with self._lock:
                 if self._closed.is_set():
                     end.close()
@@ -209,7 +227,7 @@ class TargetChannels:
                 )
         _log.info("channel %s epoch %d (%s) opened", spec.channel_id, spec.epoch, kind)
         return Attached(
-            channel=describe(end),
+            channel=end.describe(),
             target_instance_id=settings.instance_id,
             dtype=str(settings.hidden_dtype).removeprefix("torch."),
             hidden_size=settings.hidden_size,
@@ -271,6 +289,12 @@ class TargetChannels:
                     elif now - channel.last_alive > self._settings.lease_s:
                         _log.info("drafter %s: lease ran out", channel.drafter_id)
                         self._retire(channel_id)
+
+    def _make_end(self, spec: ChannelSpec, kind: str) -> ShmTargetChannel | BytesTargetEnd | CudaIpcTargetEnd:
+        settings = self._settings
+        if settings.device is not None:
+            return open_device_channel(spec, kind, settings.device, settings.heartbeat_deadline_s, settings.lease_s)
+        return open_target_channel(spec, kind, settings.heartbeat_deadline_s, settings.lease_s)
 
     def _check(self, request: AttachRequest) -> None:
         settings = self._settings

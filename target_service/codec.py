@@ -104,6 +104,7 @@ def attach_request_from_proto(message: target_pb2.AttachRequest) -> AttachReques
         block_size=message.block_size,
         num_blocks=message.num_blocks,
         vocab_size=message.vocab_size,
+        device_uuid=message.device_uuid,
     )
 
 

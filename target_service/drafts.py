@@ -75,7 +75,7 @@ def take_drafts(
         return no_drafts(num_rows, missed=True)
     # Plans sent before the gateway can have heard of a reply that did not come: one deadline is enough for all of them.
     waits = step.seq - channel.missed_at > step.ahead
-    reply = channel.end.take_reply(step.drafts_from_seq, deadline_s if waits else 0.0)
+    reply = channel.host_end.take_reply(step.drafts_from_seq, deadline_s if waits else 0.0)
     if reply is None and waits:
         channel.missed_at = step.seq
     if reply is None or reply.num_rows != len(places):

@@ -1,39 +1,77 @@
 """How does a service get a channel, and which kind of channel can two processes have?
 
 The target chooses the kind among those that the drafter offers, opens, and sends the description; the drafter
-attaches by it.
+attaches by it. There are two interfaces, of one memory layout each: the host's (`open_target_channel`,
+`attach_drafter_channel`) and the device's (`open_device_channel`, `attach_device_channel`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+import torch
+
 from engine.channel.bytes import BytesDrafterEnd, BytesTargetEnd
+from engine.channel.cuda_ipc import CudaIpcDrafterEnd, CudaIpcTargetEnd
 from engine.channel.description import ChannelDescription
 from engine.channel.host import host_id
 from engine.channel.interface import ChannelSpec
 from engine.channel.memory import reap
 from engine.channel.shm import ShmDrafterChannel, ShmTargetChannel
+from engine.cuda.device import CudaDevice
 from engine.errors import ChannelError
 
-# What each end can do here, best first; `cuda_ipc` arrives with the GPU data plane and is refused until then.
-KINDS = ("shm", "bytes")
+_log = logging.getLogger(__name__)
+
+# Best first. `cuda_ipc` is the device interface's, the others are the host's.
+KINDS = ("cuda_ipc", "shm", "bytes")
+DEVICE_KINDS = ("cuda_ipc",)
 HEARTBEAT_DEADLINE_S = 2.0
 ATTACH_DEADLINE_S = 10.0
 
 
 def choose_kind(
-    offered: Sequence[str], peer_host_id: str, own_host_id: str | None = None, allowed: Sequence[str] = KINDS
+    offered: Sequence[str],
+    peer_host_id: str,
+    own_host_id: str | None = None,
+    allowed: Sequence[str] = KINDS,
+    device: torch.device | None = None,
+    peer_device_uuid: str = "",
 ) -> str:
     """The first kind offered (by the drafter, best first) that is allowed here and works between it and this process.
 
-    `shm` needs equal host ids (engine/channel/host.py). ChannelError: none works.
+    `shm` and `cuda_ipc` need equal host ids (engine/channel/host.py); `cuda_ipc` also needs that `device`, on which
+    this process runs its steps without the host (None: it does not), is the peer's or can reach it. ChannelError: none
+    works.
     """
     same_host = peer_host_id == (own_host_id or host_id())
     for kind in offered:
-        if kind in allowed and (kind == "bytes" or (kind == "shm" and same_host)):
+        if kind not in allowed:
+            continue
+        if kind == "bytes" or (kind == "shm" and same_host):
+            return kind
+        if kind == "cuda_ipc" and same_host and device is not None and _reaches(device, peer_device_uuid):
             return kind
     raise ChannelError(f"kinds: none of {list(offered)} works here (same host: {same_host}, taken: {list(allowed)})")
+
+
+def kinds_of(kinds: Sequence[str], device: torch.device | None) -> tuple[str, ...]:
+    """Those of `kinds` that a process can have: of the device's interface where it runs steps on `device` without the
+    host, of the host's where it does not (None).
+    """
+    return tuple(kind for kind in kinds if (kind in DEVICE_KINDS) == (device is not None))
+
+
+def device_uuid(device: torch.device) -> str:
+    """How a drafter names its device to a target; empty where it has none that memory can be shared on."""
+    if device.type != "cuda":
+        return ""
+    try:
+        return CudaDevice(device).uuid
+    except ChannelError as error:
+        _log.warning("%s", error)
+        return ""
 
 
 def open_target_channel(
@@ -57,7 +95,21 @@ def open_target_channel(
     raise ChannelError(_refusal(kind))
 
 
-def describe(channel: ShmTargetChannel | BytesTargetEnd) -> ChannelDescription:
+def open_device_channel(
+    spec: ChannelSpec,
+    kind: str,
+    device: torch.device,
+    heartbeat_deadline_s: float = HEARTBEAT_DEADLINE_S,
+    attach_deadline_s: float = ATTACH_DEADLINE_S,
+) -> CudaIpcTargetEnd:
+    """As open_target_channel, for a target whose steps run on `device` without the host."""
+    if kind != "cuda_ipc":
+        raise ChannelError(_refusal(kind))
+    reap()
+    return CudaIpcTargetEnd(spec, CudaDevice(device), heartbeat_deadline_s, attach_deadline_s)
+
+
+def describe(channel: ShmTargetChannel | BytesTargetEnd | CudaIpcTargetEnd) -> ChannelDescription:
     """What the drafter needs to attach to `channel`; travels as ChannelDescriptor in AttachReply."""
     return channel.describe()
 
@@ -78,7 +130,26 @@ def attach_drafter_channel(
     raise ChannelError(_refusal(description.kind))
 
 
+def attach_device_channel(
+    description: ChannelDescription, device: torch.device, heartbeat_deadline_s: float = HEARTBEAT_DEADLINE_S
+) -> CudaIpcDrafterEnd:
+    """As attach_drafter_channel, for a drafter whose steps run on `device` without the host."""
+    if description.kind != "cuda_ipc":
+        raise ChannelError(_refusal(description.kind))
+    return CudaIpcDrafterEnd(description, CudaDevice(device), heartbeat_deadline_s)
+
+
+def _reaches(device: torch.device, uuid: str) -> bool:
+    if not uuid:
+        return False
+    try:
+        return CudaDevice(device).can_reach(uuid)
+    except ChannelError as error:
+        _log.warning("%s", error)
+        return False
+
+
 def _refusal(kind: str) -> str:
-    if kind == "cuda_ipc":
-        return "kind: cuda_ipc arrives with the GPU data plane; use shm or bytes"
+    if kind in KINDS:
+        return f"kind: {kind} is of the other interface: cuda_ipc of the device's, shm and bytes of the host's"
     return f"kind: {kind!r} is not one of {', '.join(KINDS)}"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.channel import ChannelSpec, attach_drafter_channel, choose_kind, describe, host_id, open_target_channel
+from engine.channel import ChannelSpec, attach_drafter_channel, describe, open_target_channel
 from engine.channel.host import SHM_DIR
 from engine.channel.layout import plan_layout
 from engine.channel.shm import ShmDrafterChannel, ShmTargetChannel
@@ -343,23 +343,6 @@ def test_spec_errors_leave_nothing_behind() -> None:
     with pytest.raises(ChannelError, match="^max_rows: "):
         open_target_channel(spec_with(max_rows=0), "shm")
     assert own_objects() == before
-
-
-@pytest.mark.parametrize("kind", ["cuda_ipc", "carrier pigeon"])
-def test_kinds_that_do_not_exist_here_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(ChannelError, match=f"^kind: .*{kind}"):
-        open_target_channel(SPEC, kind)
-    with channel_pair() as (target, _), pytest.raises(ChannelError, match=f"^kind: .*{kind}"):
-        attach_drafter_channel(replace(describe(target), kind=kind))
-
-
-def test_the_kind_follows_from_the_offer_and_the_host() -> None:
-    assert choose_kind(["cuda_ipc", "shm", "bytes"], host_id()) == "shm"
-    assert choose_kind(["bytes", "shm"], host_id()) == "bytes"
-    assert choose_kind(["shm", "bytes"], "elsewhere") == "bytes"
-    for offered, host in ((["shm"], "elsewhere"), (["cuda_ipc"], host_id()), ([], host_id())):
-        with pytest.raises(ChannelError, match="^kinds: "):
-            choose_kind(offered, host)
 
 
 def test_the_memory_is_as_large_as_the_layout_says() -> None:
