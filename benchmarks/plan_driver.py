@@ -108,8 +108,12 @@ class _Stream:
 class PlanDriver:
     """`async with` it. One stream to the target and, unless `drafter` is None, one to the drafter, on one channel."""
 
-    def __init__(self, target: str, drafter: str | None, name: str = "benchmark") -> None:
+    def __init__(
+        self, target: str, drafter: str | None, name: str = "benchmark", deadline_ms: int = STEP_DEADLINE_MS
+    ) -> None:
+        """deadline_ms: how long the services wait for each other in a step."""
         self._addresses = (target, drafter)
+        self._deadline_ms = deadline_ms
         self._name = name
         self._seq = 0
         self._epoch = 0
@@ -249,7 +253,7 @@ class PlanDriver:
         plan = common_pb2.StepPlan(
             seq=self._seq,
             rows=[row_plan for _, row_plan in planned],
-            deadline_ms=STEP_DEADLINE_MS,
+            deadline_ms=self._deadline_ms,
             ahead=depth - 1,
             drafts_from_seq=self._seq - 1 if any(row_plan.verify_len for _, row_plan in planned) else 0,
         )

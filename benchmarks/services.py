@@ -6,11 +6,12 @@ and ends them. What they print goes to files beside the config.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from gateway.stack.settings import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_S = 180.0
+STOP_S = 20.0
 POLL_S = 0.05
 LOG_TAIL = 4000
 
@@ -31,7 +33,10 @@ class ServicesFailed(Exception):
 
 
 class Services:
-    """`with` it: target and drafter run. `drafter=None`: the target alone. env: added to both processes' own."""
+    """`with` it: target and drafter run. `drafter=None`: the target alone. env: added to both processes' own.
+
+    wrapper: a command that each service runs under, such as compute-sanitizer with its options.
+    """
 
     def __init__(
         self,
@@ -40,7 +45,9 @@ class Services:
         target: Mapping[str, Any],
         drafter: Mapping[str, Any] | None,
         env: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
     ) -> None:
+        self._wrapper = tuple(wrapper)
         ports = free_ports(2)
         self.target_address = f"127.0.0.1:{ports[0]}"
         self.drafter_address = f"127.0.0.1:{ports[1]}" if drafter is not None else None
@@ -65,13 +72,20 @@ class Services:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._processes.values():
-            process.terminate()
+            self._ask_to_stop(process)
         for process in self._processes.values():
             try:
-                process.wait(20)
+                process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
+
+    def _ask_to_stop(self, process: subprocess.Popen[bytes]) -> None:
+        """SIGTERM to the service itself: a wrapper has a word to say after it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            wrapped = psutil.Process(process.pid).children(recursive=True) if self._wrapper else []
+            for service in wrapped or [process]:
+                service.terminate()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,7 +94,7 @@ class Services:
 
     def start(self, name: str) -> None:
         """Start a service, or start it again."""
-        argv = [sys.executable, "-m", f"{name}_service", "--config", str(self._config)]
+        argv = [*self._wrapper, sys.executable, "-m", f"{name}_service", "--config", str(self._config)]
         with self._log_path(name).open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 argv, cwd=ROOT, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -109,9 +123,9 @@ class Services:
             times[name] = float(used.user + used.system)
         return times
 
-    def log(self, name: str) -> str:
+    def log(self, name: str, length: int = LOG_TAIL) -> str:
         """The end of what it printed."""
-        return self._log_path(name).read_text(errors="replace")[-LOG_TAIL:]
+        return self._log_path(name).read_text(errors="replace")[-length:]
 
     def _log_path(self, name: str) -> Path:
         return self._directory / f"{name}.log"

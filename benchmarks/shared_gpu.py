@@ -22,7 +22,7 @@ ANSWER_S = 20.0
 
 def has_gpu() -> bool:
     """Whether an NVIDIA GPU is here, without initialising CUDA: a process joins a daemon at that moment, or never."""
-    return Path("/dev/nvidia0").exists()
+    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
 
 
 @contextmanager
