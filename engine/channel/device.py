@@ -13,7 +13,7 @@ tag makes the entry absent. Nothing in an entry is believed: what is used as an 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -88,7 +88,6 @@ class DeviceTargetEnd(Protocol):
         ...
 
 
-@runtime_checkable
 class DeviceDrafterEnd(Protocol):
     """The drafter's end: a mapping of the target's memory. One thread steps; any thread may close.
 
