@@ -84,11 +84,11 @@ def hop_headline(result: Result) -> str:
 
 
 def serve_headline(result: Result) -> str:
-    many = result["streams"]
     return (
         f"{result['one_stream_over_better']:.2f} x the better of transformers at 1 stream, "
-        f"{result['many_streams_over_generate']:.2f} x generate at {many}; "
-        f"drafting {result['drafting_over_not']:.2f} x, {result['mean_accepted_len']:.2f} tokens a step; same tokens in fp32: {result['fp32']['identical']}"
+        f"{result['many_streams_over_generate']:.2f} x generate at {result['streams']}; "
+        f"drafting {result['drafting_over_not']:.2f} x, {result['mean_accepted_len']:.2f} tokens a step; "
+        f"same tokens in fp32: {result['fp32']['identical']}"
     )
 
 
