@@ -1,6 +1,7 @@
 # The commands of the README. The first run makes .venv and installs; stamps make the next one start at once.
 #   make quickstart   a question answered with drafts and without       make serve   the stack until Ctrl-C
 #   make test         ruff, mypy and all tests                          make bench   the figures of the README
+#   make bench-gpu    all figures of an NVIDIA GPU, about eight minutes
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 VENV ?= .venv
@@ -11,7 +12,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: quickstart serve test lint bench clean
+.PHONY: quickstart serve test lint bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -31,6 +32,9 @@ lint: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	@$(BIN)/python -m benchmarks.serve $(ARGS)
+
+bench-gpu: $(VENV)/.installed-test
+	@$(BIN)/python -m benchmarks.gpu --out benchmarks/results $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build ./*.egg-info
