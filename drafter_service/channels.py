@@ -15,7 +15,6 @@ from typing import cast
 from drafter_service.messages import StepRequest
 from engine.channel.device import DeviceDrafterEnd
 from engine.channel.interface import DrafterChannel
-from engine.channel.opening import DEVICE_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,13 @@ class AttachedChannel:
     @property
     def host_channel(self) -> DrafterChannel:
         """The channel, where steps run through the host."""
-        assert self.channel.kind not in DEVICE_KINDS
+        assert self.device_channel is None
         return cast(DrafterChannel, self.channel)
+
+    @property
+    def device_channel(self) -> DeviceDrafterEnd | None:
+        """The channel, where steps run without the host; None where they run through it."""
+        return cast(DeviceDrafterEnd, self.channel) if hasattr(self.channel, "wait_entry") else None
 
 
 @dataclass(frozen=True, slots=True)

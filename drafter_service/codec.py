@@ -173,6 +173,7 @@ def _admission(message: common_pb2.AdmitRequest) -> Admission:
         channel_id=message.channel_id,
         mid_stream=message.mid_stream,
         seeded=message.sampling.seeded,
+        temperature=message.sampling.temperature,
     )
 
 
@@ -181,7 +182,9 @@ def _step_request(message: common_pb2.StepPlan) -> StepRequest:
         seq=message.seq,
         channel_id=message.channel_id,
         channel_epoch=message.channel_epoch,
-        rows=tuple(RowRequest(row.request_id, row.epoch, row.draft_len) for row in message.rows),
+        rows=tuple(
+            RowRequest(row.request_id, row.epoch, row.draft_len, row.context_len, row.query_len) for row in message.rows
+        ),
         deadline_ms=message.deadline_ms,
         ahead=message.ahead,
     )

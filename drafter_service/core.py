@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from drafter_service.channels import AttachOutcome, ChannelLinks
+from drafter_service.device.steps import DeviceSteps
 from drafter_service.messages import (
     Admission,
     AdmissionReply,
@@ -43,7 +44,8 @@ class DrafterCore:
     """Owner of the residents, the channels and the speculator. Used by the device thread only.
 
     start_attach: starts attaching to a target for a stream (gateway id, address) and returns at once; the outcome comes
-    back as an AttachOutcome command of that stream.
+    back as an AttachOutcome command of that stream. make_device_steps: makes the runner of device channels for the
+    residents, or None where drafting runs on the host.
     """
 
     def __init__(
@@ -53,17 +55,20 @@ class DrafterCore:
         num_seats: int,
         max_wait_s: float,
         start_attach: Callable[[GatewayStream, str], None],
+        make_device_steps: Callable[[Residents], DeviceSteps] | None = None,
     ) -> None:
         self.info = info
         self.residents = Residents(num_seats)
         self.links = ChannelLinks()
         self.speculator = speculator
         self._steps = StepRunner(speculator, self.residents, max_wait_s)
+        self._device_steps = None if make_device_steps is None else make_device_steps(self.residents)
         self._start_attach = start_attach
         self._pending: dict[int, PendingStep] = {}
 
     def run(self, stream: GatewayStream, command: StreamCommand, later_plans: int, slice_s: float) -> bool:
-        """Carry out a command. False: it is a plan whose entry is not there yet, nothing has changed, ask again.
+        """Carry out a command. False: it is a plan whose entry is not there yet, or, on a device channel, one too many
+        under way; nothing has changed, ask again.
 
         later_plans: plans of the same channel that wait behind it. slice_s: how long to wait for the entry now.
         """
@@ -78,6 +83,11 @@ class DrafterCore:
             stream.outbox.put(event)
         return True
 
+    def collect(self) -> None:
+        """Take in the steps of device channels that are done, and report them. Raises what the device failed with."""
+        if self._device_steps is not None:
+            self._device_steps.collect()
+
     def check_integrity(self) -> None:
         """IntegrityError when blocks or seats don't add up."""
         self.speculator.check_integrity()
@@ -85,6 +95,8 @@ class DrafterCore:
     def close(self) -> None:
         """Give up every request and channel."""
         self.links.drop_all()
+        if self._device_steps is not None:
+            self._device_steps.close()
 
     def _answer(self, stream: GatewayStream, command: StreamCommand, later_plans: int, slice_s: float) -> Event | None:
         if isinstance(command, StreamEnded):
@@ -133,6 +145,13 @@ class DrafterCore:
         spec = attached.channel.spec
         try:
             self.speculator.check_channel(spec)
+            if attached.device_channel is not None:
+                if self._device_steps is None:
+                    raise ChannelError(
+                        f"drafter.execution: a {attached.channel.kind} channel needs execution `device`, and this "
+                        f"drafter ({self.info.method}) runs on the host"
+                    )
+                self._device_steps.check_channel(spec)
             if spec.max_tokens > self.speculator.needs.max_tokens > 0:
                 raise ChannelError(
                     f"drafter.max_step_tokens: {self.speculator.needs.max_tokens} is less than the target's "
@@ -234,26 +253,36 @@ class DrafterCore:
     def _step(self, stream: GatewayStream, plan: StepRequest, later_plans: int, slice_s: float) -> StepReport | None:
         pending = self._pending.pop(stream.stream_id, None)
         if pending is None or pending.plan is not plan:
-            self._check_plan(plan)
+            _check_plan(plan)
             pending = self._steps.begin(plan)
         link = self.links.find(plan.channel_id, plan.channel_epoch, stream.stream_id)
         if link is None:
             raise ChannelError(
                 f"channel_id: this stream has no channel {plan.channel_id!r} of epoch {plan.channel_epoch}"
             )
+        if link.attached.device_channel is not None and self._device_steps is not None:
+            if not self._device_steps.launch(link, plan, lambda report: self._report(stream, report), slice_s):
+                self._pending[stream.stream_id] = pending
+            return None
         report = self._steps.try_step(link, pending, later_plans, slice_s)
         if report is None:
             self._pending[stream.stream_id] = pending
             return None
         return replace(report, capacity=self._capacity())
 
-    def _check_plan(self, plan: StepRequest) -> None:
-        if plan.seq < 1:
-            raise ProtocolError("seq: steps are numbered from 1")
-        if len(plan.rows) > MAX_ROWS:
-            raise ProtocolError(f"rows: {len(plan.rows)} in one plan, at most {MAX_ROWS}")
-        if len({row.request_id for row in plan.rows}) != len(plan.rows):
-            raise ProtocolError("rows: a request has more than one row")
+    def _report(self, stream: GatewayStream, report: StepReport) -> None:
+        """A step of a device channel is done."""
+        if not stream.ended:
+            stream.outbox.put(replace(report, capacity=self._capacity()))
 
     def _capacity(self) -> Capacity:
         return Capacity(self.residents.num_free_seats, self.speculator.num_free_blocks)
+
+
+def _check_plan(plan: StepRequest) -> None:
+    if plan.seq < 1:
+        raise ProtocolError("seq: steps are numbered from 1")
+    if len(plan.rows) > MAX_ROWS:
+        raise ProtocolError(f"rows: {len(plan.rows)} in one plan, at most {MAX_ROWS}")
+    if len({row.request_id for row in plan.rows}) != len(plan.rows):
+        raise ProtocolError("rows: a request has more than one row")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -29,14 +31,23 @@ class DeviceThread:
     """Owner of the thread. `submit` and `end_stream` may be called from any thread."""
 
     def __init__(
-        self, core: DrafterCore, inboxes: Inboxes, num_threads: int | None, check_integrity: bool = False
+        self,
+        core: DrafterCore,
+        inboxes: Inboxes,
+        num_threads: int | None,
+        check_integrity: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        """device: where the work runs; on a GPU the thread has a stream of its own. None: the CPU."""
         self._core = core
         self._inboxes = inboxes
         self._num_threads = num_threads
         self._check_integrity = check_integrity
+        self._on_gpu = device if device is not None and device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self.failed = threading.Event()
+        # Why, where it was the GPU: nothing in this process can use it any more.
+        self.device_error: str | None = None
 
     def start(self) -> None:
         """Start the thread."""
@@ -68,18 +79,35 @@ class DeviceThread:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         try:
-            while not self._inboxes.closed:
-                self._round()
-        except Exception:  # the thread's end: nothing above it would see the error, and a drafter without it is useless
-            _log.exception("the device thread failed")
+            with self._stream():
+                while not self._inboxes.closed:
+                    self._round()
+        except Exception as error:  # the thread's end: nothing above it would see the error, and a drafter without it
+            # is useless.
+            if self._on_gpu is not None and is_device_error(error):
+                self.device_error = str(error).partition("\n")[0]
+            else:
+                _log.exception("the device thread failed")
             self.failed.set()
             self._inboxes.close()
         finally:
-            self._core.close()
+            if self.device_error is None:  # else the process ends at once: there is no giving back
+                self._core.close()
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        """What the thread enqueues goes to its own stream: the default one would wait for those of other libraries."""
+        if self._on_gpu is None:
+            yield
+            return
+        torch.cuda.set_device(self._on_gpu)
+        with torch.cuda.stream(torch.cuda.Stream(self._on_gpu)):
+            yield
 
     def _round(self) -> None:
-        """Look at the first command of every stream once."""
+        """Look at the first command of every stream once, and at the steps that are done."""
         heads = self._inboxes.heads(IDLE_S)
+        self._core.collect()
         slice_s = ALONE_SLICE_S if len(heads) == 1 else SHARED_SLICE_S
         for stream, command in heads:
             if stream.outbox.closed and not isinstance(command, StreamEnded | AttachOutcome):
@@ -95,3 +123,11 @@ class DeviceThread:
             except IntegrityError:
                 _log.exception("after %s", [type(command).__name__ for _, command in heads])
                 raise
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether the GPU has failed, rather than one of our calls: the context is of no use after it."""
+    accelerator_error = getattr(torch, "AcceleratorError", None)  # since torch 2.9
+    if accelerator_error is not None and isinstance(error, accelerator_error):
+        return True
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)

@@ -30,7 +30,7 @@ class Admission:
     """A request's placement: token_ids is the prompt (the first prompt_len) and what earlier epochs generated.
 
     seeded: the user gave the seed, so its drafts need no probabilities. channel_id: whose ring carries its rows.
-    mid_stream: a target runs it already; its context does not come through the ring again.
+    mid_stream: a target runs it already; its context does not come through the ring again. temperature: 0, greedy.
     """
 
     request_id: str
@@ -41,15 +41,21 @@ class Admission:
     channel_id: str
     mid_stream: bool = False
     seeded: bool = False
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """What the drafter needs of a RowPlan; lengths come with the ring entry."""
+    """What the drafter needs of a RowPlan; true lengths come with the ring entry.
+
+    context_len: at most so many tokens before it; query_len: at most so many in it.
+    """
 
     request_id: str
     epoch: int
     draft_len: int
+    context_len: int = 0
+    query_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from drafter_service.messages import Admission
+from drafter_service.messages import Admission, StepRequest
 from engine.seats import SeatAllocator
 
 
@@ -38,6 +38,7 @@ class Resident:
     max_total_len: int
     mid_stream: bool
     seeded: bool
+    temperature: float = 0.0
     warmth: Warmth = Warmth.WARM
 
     def observe(self, context_len: int, accepted_ids: Sequence[int], anchor: int) -> bool:
@@ -95,6 +96,7 @@ class Residents:
             max_total_len=admission.max_total_len,
             mid_stream=admission.mid_stream,
             seeded=admission.seeded,
+            temperature=admission.temperature,
         )
         self._by_id[admission.request_id] = resident
         return resident
@@ -103,6 +105,16 @@ class Residents:
         """Take the request off its seat."""
         del self._by_id[resident.request_id]
         self._seats.release(resident.seat)
+
+    def cold(self, plan: StepRequest) -> tuple[str, ...]:
+        """Requests of the plan that the gateway wants drafts for and that only a new admission brings back."""
+        cold = []
+        for row in plan.rows:
+            resident = self.find(row.request_id, row.epoch, plan.channel_id)
+            unknown = resident is None and row.draft_len > 0
+            if unknown or (resident is not None and resident.warmth is Warmth.COLD):
+                cold.append(row.request_id)
+        return tuple(cold)
 
     def of_stream(self, stream_id: int) -> list[Resident]:
         """The requests that a gateway's stream admitted."""

@@ -45,6 +45,7 @@ class Inboxes:
         self._changed = threading.Condition()
         self._queues: dict[GatewayStream, deque[StreamCommand]] = {}
         self._closed = False
+        self._nudged = False
 
     def put(self, stream: GatewayStream, command: StreamCommand, deadline_s: float | None) -> bool:
         """Queue a command, waiting while the stream's inbox is full. False: closed, or full until the deadline.
@@ -66,11 +67,18 @@ class Inboxes:
             return False
 
     def heads(self, deadline_s: float) -> list[tuple[GatewayStream, StreamCommand]]:
-        """The first command of every stream that has one; waits for one until the deadline."""
+        """The first command of every stream that has one; waits for one, or for a nudge, until the deadline."""
         with self._changed:
-            if not self._queues and not self._closed:
+            if not self._queues and not self._closed and not self._nudged:
                 self._changed.wait(deadline_s)
+            self._nudged = False
             return [(stream, waiting[0]) for stream, waiting in self._queues.items()]
+
+    def nudge(self) -> None:
+        """There is something else to look at for whoever waits in `heads`. From any thread."""
+        with self._changed:
+            self._nudged = True
+            self._changed.notify_all()
 
     def pop(self, stream: GatewayStream, command: StreamCommand) -> None:
         """Drop the stream's first command, which is done with."""

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drafter_service.eagle3.config import Eagle3Config, read_config, write_config
+from drafter_service.eagle3.config import Eagle3Config, read_config, rotary_frequencies, write_config
 from drafter_service.eagle3.head import Eagle3Head, Norm
 from engine.errors import ModelError
 
@@ -48,7 +48,7 @@ def load_head(directory: str | Path, dtype: torch.dtype, device: torch.device) -
     if tensors:
         raise ModelError(f"{root}: unknown tensors {', '.join(sorted(tensors)[:4])}")
     _set_vocab(head, d2t, root)
-    head = head.to(device=device, dtype=dtype)
+    head = _placed(head, dtype, device)
     if embedding is not None:
         head.attach_embedding(embedding)
     return head
@@ -78,7 +78,14 @@ def random_head(config: Eagle3Config, dtype: torch.dtype, device: torch.device, 
                     module.bias.copy_(torch.randn(module.bias.shape, generator=generator) * 0.02)
     ids = torch.arange(config.draft_vocab_size, dtype=torch.int64) * config.vocab_size // config.draft_vocab_size
     head.set_draft_vocab(ids)
-    return head.to(device=device, dtype=dtype)
+    return _placed(head, dtype, device)
+
+
+def _placed(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
+    """The head on its device, with weights of `dtype`; the rotary frequencies stay float32, or angles would be off."""
+    head = head.to(device=device, dtype=dtype)
+    head.inv_freq = rotary_frequencies(head.config)[0].to(device)
+    return head
 
 
 def _parts(head: Eagle3Head) -> list[tuple[str, torch.Tensor]]:

@@ -23,10 +23,16 @@ from engine.request_blocks import RequestBlocks
 
 @dataclass(slots=True)
 class _SeatState:
-    """start: target position of draft position 0. computed: target positions [start, computed) have true draft KV."""
+    """start: target position of draft position 0. computed: target positions [start, computed) have true draft KV.
+
+    begun: whether `start` is known; where it is not, it is the first row's, and until that has run, an upper bound.
+    planned: whether a row of it has been planned on a device (`bound`).
+    """
 
     start: int = 0
     computed: int = 0
+    begun: bool = True
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class Placements:
         """Seat a request. Returns cached_len. CapacityError: not even one block is free."""
         if self._blocks is not None and self._blocks.pool.num_free == 0:
             raise CapacityError("no draft block is free")
-        state = self._seats[resident.seat] = _SeatState()
+        state = self._seats[resident.seat] = _SeatState(begun=not resident.mid_stream)
         if resident.mid_stream:
             if self._blocks is None:
                 resident.warmth = Warmth.OFF
@@ -121,6 +127,54 @@ class Placements:
         if self._blocks is not None and state.start == 0:
             self._blocks.register_written(row.resident.seat, row.resident.tokens, row.committed_len)
 
+    # Where the device runs ahead of the host: bounds before a step, the truth after it.
+
+    @property
+    def blocks(self) -> RequestBlocks | None:
+        """The draft blocks; None in `reuse`."""
+        return self._blocks
+
+    def first_state(self, resident: Resident) -> tuple[int, int]:
+        """What the device begins the resident's seat with: start (-1: where its first row does) and computed."""
+        state = self._seats[resident.seat]
+        return (state.start if state.begun else -1), state.computed
+
+    def bound(self, resident: Resident, context_len: int, query_len: int, draft_len: int) -> int:
+        """Make room for a row of at most these lengths. Returns the draft positions it may use; 0: it does not run.
+
+        In `reuse` the target's tables say how many.
+        """
+        if resident.warmth is not Warmth.WARM:
+            return 0
+        state = self._seats[resident.seat]
+        if not state.begun and not state.planned:
+            state.start = context_len
+        state.planned = True
+        if self._blocks is None:
+            return self.max_len
+        end = min(context_len + query_len - state.start, self.max_len, self._usable_len())
+        wanted = min(end + max(draft_len - 1, 0), self.max_len)
+        if not self._blocks.reserve(resident.seat, wanted) and not self._blocks.reserve(resident.seat, end):
+            self._stop(resident, Warmth.COLD)
+            return 0
+        return min(self._blocks.capacity(resident.seat), self.max_len)
+
+    def followed(self, resident: Resident, start: int, committed_len: int) -> None:
+        """A step has run a row of the resident: its draft KV covers target positions [start, committed_len)."""
+        state = self._seats[resident.seat]
+        state.start, state.computed, state.begun = start, committed_len, True
+        if self._blocks is not None and start == 0 and resident.warmth is Warmth.WARM:
+            self._blocks.register_written(resident.seat, resident.tokens, committed_len)
+
+    def not_followed(self, resident: Resident, too_long: bool) -> None:
+        """A step could not run a row of the resident: there was a hole, or no room for it."""
+        never = too_long or self._blocks is None
+        self._stop(resident, Warmth.OFF if never else Warmth.COLD)
+
+    def usable(self, length: int) -> bool:
+        """Whether so many draft positions could ever be held."""
+        return length <= min(self.max_len, self._usable_len())
+
     def check_integrity(self) -> None:
         """IntegrityError when blocks don't add up."""
         if self._blocks is not None:
@@ -136,7 +190,7 @@ class Placements:
         seat = row.resident.seat
         if not follows:
             self._blocks.release(seat)
-            state.start = row.context_len
+            state.start, state.begun = row.context_len, True
         # A row that starts inside a prefix hit (the target's was shorter) writes the same KV into those blocks again.
         return True
 

@@ -58,12 +58,12 @@ class Eagle3Speculator:
 
     def __init__(self, head: Eagle3Head, hidden_layers: Sequence[int], settings: CacheSettings) -> None:
         config = head.config
-        self._head = head
-        self._settings = settings
+        self.head = head
+        self.settings = settings
         self._hidden_layers = tuple(hidden_layers)
-        self._device = head.norm.weight.device
+        self.device = head.norm.weight.device
         max_len = config.max_len if settings.max_len is None else min(settings.max_len, config.max_len)
-        self.placements = Placements(settings, max_len, self._device)
+        self.placements = Placements(settings, max_len, self.device)
         self.kv = KVCache(
             settings.num_blocks + 1,  # plus the null block
             settings.block_size,
@@ -71,7 +71,7 @@ class Eagle3Speculator:
             config.num_kv_heads,
             config.head_dim,
             head.norm.weight.dtype,
-            self._device,
+            self.device,
         )
         self.metadata = MetadataBuilder(
             settings.num_seats,
@@ -79,21 +79,21 @@ class Eagle3Speculator:
             self.placements.max_blocks,
             settings.block_size,
             max_len,
-            self._device,
+            self.device,
         )
-        self._attention = make_attention(
+        self.attention = make_attention(
             settings.attention, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, None
         )
-        all_ids = torch.arange(config.draft_vocab_size, device=self._device)
+        all_ids = torch.arange(config.draft_vocab_size, device=self.device)
         identity = config.draft_vocab_size == config.vocab_size
-        self._target_ids = None if identity else head.target_ids(all_ids)
-        self._ids = torch.zeros(settings.max_tokens, dtype=torch.int64, device=self._device)
-        self._last_index = torch.zeros(settings.num_seats, dtype=torch.int32, device=self._device)
+        self.target_ids = None if identity else head.target_ids(all_ids)
+        self._ids = torch.zeros(settings.max_tokens, dtype=torch.int64, device=self.device)
+        self._last_index = torch.zeros(settings.num_seats, dtype=torch.int32, device=self.device)
 
     @property
     def needs(self) -> ChannelNeeds:
         """See Speculator.needs."""
-        settings, config = self._settings, self._head.config
+        settings, config = self.settings, self.head.config
         return ChannelNeeds(
             hidden_layers=self._hidden_layers,
             hidden_width=len(self._hidden_layers) * config.target_hidden_size,
@@ -113,25 +113,25 @@ class Eagle3Speculator:
 
     def check_channel(self, spec: ChannelSpec) -> None:
         """See Speculator.check_channel."""
-        if spec.vocab_size != self._head.config.vocab_size:
+        if spec.vocab_size != self.head.config.vocab_size:
             raise ChannelError(
-                f"vocab_size: the EAGLE-3 head drafts for {self._head.config.vocab_size} tokens, the target has "
+                f"vocab_size: the EAGLE-3 head drafts for {self.head.config.vocab_size} tokens, the target has "
                 f"{spec.vocab_size}"
             )
         if spec.hidden_width != self.needs.hidden_width:
             raise ChannelError(
                 f"hidden_width: the EAGLE-3 head takes {self.needs.hidden_width}, the target gives {spec.hidden_width}"
             )
-        if self._settings.metadata_source != "reuse":
+        if self.settings.metadata_source != "reuse":
             return
-        if spec.block_size != self._settings.block_size:
+        if spec.block_size != self.settings.block_size:
             raise ChannelError(
-                f"drafter.block_size: {self._settings.block_size}, but the target's is {spec.block_size}, and "
+                f"drafter.block_size: {self.settings.block_size}, but the target's is {spec.block_size}, and "
                 "metadata_source `reuse` needs them equal"
             )
         if spec.num_blocks > self.kv.num_blocks:
             raise ChannelError(
-                f"drafter.num_blocks: {self._settings.num_blocks}, but metadata_source `reuse` mirrors the target's "
+                f"drafter.num_blocks: {self.settings.num_blocks}, but metadata_source `reuse` mirrors the target's "
                 f"{spec.num_blocks - 1} blocks"
             )
 
@@ -166,8 +166,8 @@ class Eagle3Speculator:
             draft_lens,
             entry,
             batch.target_vocab,
-            self._target_ids,
-            batch.wants_probs and self._settings.draft_sampling == "probabilistic",
+            self.target_ids,
+            batch.wants_probs and self.settings.draft_sampling == "probabilistic",
         )
         if draft_lens:
             self._draft(prefill, draft_lens, chooser)
@@ -184,17 +184,17 @@ class Eagle3Speculator:
 
     def _prefill(self, placed: Sequence[ResidentDraft], entry: RingEntry) -> _Prefill:
         """Write the draft KV of all tokens of the placed rows, from the target's hidden states."""
-        head = self._head
+        head = self.head
         rows = [place.row for place in placed]
         starts_np = make_query_start_loc(np.array([row.query_len for row in rows]))
         num_tokens = int(starts_np[-1])
-        token_index = _token_index(rows, entry.num_tokens, self._device)
-        row_index = torch.tensor([row.index for row in rows], device=self._device)
+        token_index = _token_index(rows, entry.num_tokens, self.device)
+        row_index = torch.tensor([row.index for row in rows], device=self.device)
         positions = _take(entry.positions, token_index)
         offsets = np.array([place.start for place in placed])
         if offsets.any():
             lens = np.array([row.query_len for row in rows])
-            positions = positions - torch.from_numpy(np.repeat(offsets, lens)).to(self._device)
+            positions = positions - torch.from_numpy(np.repeat(offsets, lens)).to(self.device)
         seq_lens = np.array([place.row.context_len + place.row.query_len - place.start for place in placed])
         metadata = self._build(placed, entry, starts_np, seq_lens, positions, row_index, token_index)
 
@@ -224,7 +224,7 @@ class Eagle3Speculator:
         row_index: torch.Tensor,
         token_index: torch.Tensor | None,
     ) -> AttentionMetadata:
-        if self._settings.metadata_source == "reuse":
+        if self.settings.metadata_source == "reuse":
             slots = _take(entry.slot_mapping, token_index)
             return self.metadata.reuse(entry.block_tables[row_index], slots, starts, seq_lens)
         seats = np.array([place.row.resident.seat for place in placed])
@@ -232,7 +232,7 @@ class Eagle3Speculator:
 
     def _draft(self, prefill: _Prefill, draft_lens: Sequence[int], chooser: DraftChooser) -> None:
         """Draft for the first rows of the prefill; draft_lens descend and are all > 0."""
-        head, metadata, attention = self._head, self.metadata, self._attention
+        head, metadata, attention = self.head, self.metadata, self.attention
         k_cache, v_cache = self.kv.k(0), self.kv.v(0)
         num_rows = len(draft_lens)
         last = prefill.last_index[:num_rows]

@@ -1,0 +1,86 @@
+"""Where do a plan's numbers lie on their way to the device, and a step's outcome on its way back?
+
+One set of host buffers for each step that can be under way, pinned where the device is a GPU, so that copies are
+enqueued and nothing waits. A set is written when its step is launched and read when the step is done; nobody else
+touches it in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.reference.take_entry import PLAN_FIELDS, RECORD_FIELDS
+
+# Words in front of the records: [0] counts metadata elements that differ from their yardstick (`metadata_shadow`).
+REPORT_HEAD = 8
+MISMATCHES = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLayout:
+    """Where things lie in a report [words] int64: a head, records of max_rows rows, ids of max_tokens tokens."""
+
+    max_rows: int
+    max_tokens: int
+
+    @property
+    def ids_from(self) -> int:
+        """Where the ids begin."""
+        return REPORT_HEAD + self.max_rows * RECORD_FIELDS
+
+    @property
+    def num_words(self) -> int:
+        """All of it."""
+        return self.ids_from + self.max_tokens
+
+
+class StepBuffers:
+    """One step's host buffers."""
+
+    def __init__(self, layout: ReportLayout, max_changes: int, pinned: bool) -> None:
+        words = PLAN_FIELDS * layout.max_rows + 2 * max_changes
+        self._layout = layout
+        self._pinned = pinned
+        self._plan = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
+        self._plan_np = self._plan.numpy()
+        self._report = torch.zeros(layout.num_words, dtype=torch.int64, pin_memory=pinned)
+        self._report_np = self._report.numpy()
+
+    def fields(self, num_rows: int) -> np.ndarray:
+        """[PLAN_FIELDS, num_rows] int32, to be filled."""
+        return self._plan_np[: PLAN_FIELDS * num_rows].reshape(PLAN_FIELDS, num_rows)
+
+    def put_changes(self, num_rows: int, where: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
+        """Write changes of the block tables behind the fields. Returns all that is to be copied to the device."""
+        start, count = PLAN_FIELDS * num_rows, len(where)
+        if start + 2 * count > self._plan_np.shape[0]:  # many long prompts at once: rare, and worth a wait
+            plan = torch.zeros(2 * (start + 2 * count), dtype=torch.int32, pin_memory=self._pinned)
+            plan[:start] = self._plan[:start]
+            self._plan, self._plan_np = plan, plan.numpy()
+        self._plan_np[start : start + count] = where
+        self._plan_np[start + count : start + 2 * count] = blocks
+        return self._plan[: start + 2 * count]
+
+    def report_for(self, num_tokens: int) -> torch.Tensor:
+        """Where the outcome of a step of at most num_tokens tokens is copied to."""
+        return self._report[: self._layout.ids_from + num_tokens]
+
+    def records(self, num_rows: int) -> list[list[int]]:
+        """Of a step that is done."""
+        flat = self._report_np[REPORT_HEAD : REPORT_HEAD + num_rows * RECORD_FIELDS]
+        rows: list[list[int]] = flat.reshape(num_rows, RECORD_FIELDS).tolist()
+        return rows
+
+    def ids(self, start: int, count: int) -> list[int]:
+        """Input ids of a step that is done."""
+        first = self._layout.ids_from + start
+        ids: list[int] = self._report_np[first : first + count].tolist()
+        return ids
+
+    @property
+    def mismatches(self) -> int:
+        """Of a step that is done."""
+        return int(self._report_np[MISMATCHES])
