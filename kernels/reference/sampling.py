@@ -56,15 +56,16 @@ class SamplingTensors:
 
 
 def counts_with_drafts(
-    output_counts: torch.Tensor, draft_tokens: torch.Tensor, cu_logits: torch.Tensor
+    output_counts: torch.Tensor, draft_tokens: torch.Tensor, cu_logits: torch.Tensor, num_logits: int | None = None
 ) -> torch.Tensor:
     """Output counts as each logit row sees them: row j of a request also counts its drafts d1 .. dj.
 
     output_counts: [S, V] int32, committed output tokens; draft_tokens: [S, K] int64, -1 absent; cu_logits: [S + 1]
-    int32, first logit row of each request. Returns [N, V] int32.
+    int32, first logit row of each request; num_logits: N, without which it has to be read from the device. Returns [N,
+    V] int32.
     """
     lens = (cu_logits[1:] - cu_logits[:-1]).to(torch.int64)
-    rows = torch.repeat_interleave(torch.arange(lens.shape[0], device=lens.device), lens)
+    rows = torch.repeat_interleave(torch.arange(lens.shape[0], device=lens.device), lens, output_size=num_logits)
     offsets = torch.arange(rows.shape[0], device=lens.device) - cu_logits[:-1].to(torch.int64)[rows]
     counts = output_counts[rows]
     for column in range(draft_tokens.shape[1]):

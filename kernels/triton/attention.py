@@ -17,68 +17,17 @@ is no launch of programs with nothing to do however loose the bounds are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.attention_tiling import Tiling as Tiling
+from kernels.triton.attention_tiling import choose_tiling as choose_tiling
 from kernels.triton.kv_write import packed_heads
 from kernels.triton.prompt_attention import attend_long_rows
 
 # Rows of up to this many query tokens are short.
 SHORT_LEN = 16
-# A key's address comes from a load itself, that of its block's id: Triton shares the stages out over the chain of
-# loads, and with fewer than five the keys and values have one buffer each and wait for it.
-NUM_STAGES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How the work is cut.
-
-    block_keys: keys of one turn of the inner loop. split_keys: the least keys of a stretch, a multiple of block_keys;
-    max_splits: the most stretches of a row, so that long rows have longer ones. num_programs: as many as the device
-    holds. num_stages: of the inner loop's pipeline. long_*: the same of long rows, and long_tile: query tokens times
-    heads of a tile, a power of two.
-    """
-
-    block_keys: int
-    split_keys: int
-    max_splits: int
-    num_programs: int
-    num_stages: int
-    long_tile: int
-    long_keys: int
-    long_programs: int
-    long_stages: int
-    long_warps: int
-
-
-@lru_cache(maxsize=64)
-def choose_tiling(device: torch.device, num_kv_heads: int, head_dim: int, itemsize: int) -> Tiling:
-    """By hand, from the device's size: one row's stretches times its KV heads come to about one program per
-    multiprocessor. itemsize: bytes of an element of q.
-    """
-    multiprocessors = 4
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    splits = max(1, multiprocessors // num_kv_heads)
-    # Tiles in float32, or of wide heads, take twice the registers and the shared memory.
-    heavy = itemsize * head_dim > 2 * 128
-    return Tiling(
-        block_keys=32 if heavy else 64,
-        split_keys=128,
-        max_splits=min(64, max(8, 2 ** int(math.log2(splits)))),
-        num_programs=3 * multiprocessors,
-        num_stages=NUM_STAGES,
-        long_tile=64 if heavy else 128,
-        long_keys=32 if heavy else 64,
-        long_programs=2 * multiprocessors,
-        long_stages=NUM_STAGES,
-        long_warps=8,
-    )
 
 
 @triton.jit
@@ -91,13 +40,18 @@ def _first_key(seq_lens, query_lens, WINDOW: tl.constexpr, BLOCK_KEYS: tl.conste
 
 
 @triton.jit
-def _split_len(num_keys, SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+def _split_len(num_keys, split_keys, max_splits, BLOCK_KEYS: tl.constexpr):
     """Keys per stretch of a row that looks at num_keys keys."""
-    even = (num_keys + MAX_SPLITS - 1) // MAX_SPLITS
-    return tl.maximum((even + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS, SPLIT_KEYS)
+    even = (num_keys + max_splits - 1) // max_splits
+    return tl.maximum((even + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS, split_keys)
 
 
-@triton.jit(do_not_specialize=["q_stride", "table_stride", "num_rows", "scale_log2"])
+@triton.jit(
+    do_not_specialize=[
+        *("q_stride", "table_stride", "num_rows", "scale_log2"),
+        *("split_keys", "max_splits", "split_stride"),
+    ]
+)
 def _attend(
     q_ptr,
     k_cache_ptr,
@@ -112,6 +66,9 @@ def _attend(
     q_stride,
     table_stride,
     num_rows,
+    split_keys,
+    max_splits,
+    split_stride,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -122,9 +79,6 @@ def _attend(
     BLOCK_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SPLIT_STRIDE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     DOT: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
@@ -137,7 +91,7 @@ def _attend(
     seq_lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
     query_lens = tl.where((query_lens <= MAX_SHORT) & (seq_lens > 0), query_lens, 0)
     num_keys = seq_lens - _first_key(seq_lens, query_lens, WINDOW, BLOCK_KEYS)
-    split_lens = _split_len(num_keys, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
+    split_lens = _split_len(num_keys, split_keys, max_splits, BLOCK_KEYS)
     parts = (num_keys + split_lens - 1) // split_lens
     parts = tl.where(query_lens > 0, parts, 0)
     part_ends = tl.cumsum(parts, axis=0)
@@ -156,7 +110,7 @@ def _attend(
         query_len = tl.load(starts_ptr + row + 1) - start
         seq_len = tl.load(seq_lens_ptr + row)
         row_first = _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
-        split_len = _split_len(seq_len - row_first, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
+        split_len = _split_len(seq_len - row_first, split_keys, max_splits, BLOCK_KEYS)
         first_key = row_first + part * split_len
         end_key = tl.minimum(first_key + split_len, seq_len)
         one_part = seq_len - row_first <= split_len
@@ -203,13 +157,13 @@ def _attend(
         else:
             # Short rows' tokens lie side by side in the scratch, whatever rows lie between them in the batch.
             scratch = tl.sum(tl.where(rows < row, query_lens, 0), axis=0) + tokens
-            where = (scratch.to(tl.int64) * NUM_HEADS + heads) * SPLIT_STRIDE + part
+            where = (scratch.to(tl.int64) * NUM_HEADS + heads) * split_stride + part
             tl.store(partial_ptr + where[:, None] * HEAD_DIM + dims[None, :], mixed, mask=q_mask)
             tl.store(stats_ptr + where * 2, best, mask=valid)
             tl.store(stats_ptr + where * 2 + 1, total, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "split_keys", "max_splits", "split_stride"])
 def _merge(
     starts_ptr,
     seq_lens_ptr,
@@ -217,6 +171,9 @@ def _merge(
     partial_ptr,
     stats_ptr,
     num_rows,
+    split_keys,
+    max_splits,
+    split_stride,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -224,9 +181,6 @@ def _merge(
     MAX_SHORT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SPLIT_STRIDE: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
     """A token's head: zeros where it is of no row that runs, the stretches' mix where its row has several."""
@@ -247,7 +201,7 @@ def _merge(
         tl.store(out_ptrs, zeros.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
     elif query_len <= MAX_SHORT:
         num_keys = seq_len - _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
-        split_len = _split_len(num_keys, SPLIT_KEYS, MAX_SPLITS, BLOCK_KEYS)
+        split_len = _split_len(num_keys, split_keys, max_splits, BLOCK_KEYS)
         if num_keys > split_len:
             lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
             query_lens = tl.where(rows < row, ends - starts, 0)
@@ -255,7 +209,7 @@ def _merge(
             scratch = (tl.sum(query_lens, axis=0) + token - row_start).to(tl.int64)
             splits = tl.arange(0, BLOCK_SPLITS)
             mask = splits * split_len < num_keys
-            where = (scratch * NUM_HEADS + head) * SPLIT_STRIDE + splits
+            where = (scratch * NUM_HEADS + head) * split_stride + splits
             bests = tl.load(stats_ptr + where * 2, mask=mask, other=float("-inf"))
             totals = tl.load(stats_ptr + where * 2 + 1, mask=mask, other=0.0)
             best = tl.max(bests, axis=0)
@@ -302,7 +256,9 @@ def attend(
     short_len = min(SHORT_LEN, max(1, max_query_len))
     split_stride = max(1, min(tiling.max_splits, triton.cdiv(max_seq_len, tiling.split_keys)))
     block_dim = max(16, triton.next_power_of_2(head_dim))
-    block_rows = triton.next_power_of_2(num_rows)
+    # Few sizes, so that few forms are compiled while serving.
+    row_bits = (num_rows - 1).bit_length()
+    block_rows = max(16, 1 << (row_bits + row_bits % 2))
     scratch_rows = min(num_tokens, num_rows * short_len) * num_heads * split_stride
     partial = torch.empty(scratch_rows * head_dim if split_stride > 1 else 1, dtype=torch.float32, device=q.device)
     stats = torch.empty(scratch_rows * 2 if split_stride > 1 else 1, dtype=torch.float32, device=q.device)
@@ -313,12 +269,7 @@ def attend(
         "MAX_SHORT": SHORT_LEN,
         "BLOCK_ROWS": block_rows,
     }
-    splitting = {
-        "BLOCK_KEYS": tiling.block_keys,
-        "SPLIT_KEYS": tiling.split_keys,
-        "MAX_SPLITS": tiling.max_splits,
-        "SPLIT_STRIDE": split_stride,
-    }
+    splitting = (tiling.split_keys, tiling.max_splits, split_stride)
     layer = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "CACHE_BLOCK": cache_block}
     wide = _INTERPRETED or q.dtype == torch.float32
     inputs = (q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out)
@@ -329,9 +280,10 @@ def attend(
         partial,
         stats,
         *sizes,
+        *splitting,
         **layer,
         **shared,
-        **splitting,
+        BLOCK_KEYS=tiling.block_keys,
         TILE=short_tile,
         WIDE=wide,
         # Float32's products take the registers of twice the threads.
@@ -359,9 +311,10 @@ def attend(
         partial,
         stats,
         num_rows,
+        *splitting,
         NUM_HEADS=num_heads,
         **shared,
-        **splitting,
+        BLOCK_KEYS=tiling.block_keys,
         BLOCK_SPLITS=triton.next_power_of_2(split_stride),
         num_warps=2,
     )
