@@ -17,6 +17,7 @@ is no launch of programs with nothing to do however loose the bounds are.
 from __future__ import annotations
 
 import math
+
 import torch
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""How is paged attention cut into programs? By hand, from the device's size and the layer's shape; nothing is searched."""
+"""How is paged attention cut into programs? By hand, from the device and the layer; nothing is searched."""
 
 from __future__ import annotations
 
