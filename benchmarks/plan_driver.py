@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
@@ -33,12 +33,19 @@ class DriverError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What runs: `prompts`, one request each. draft_len 0: the drafter is told of nothing. max_new_tokens: bound."""
+    """What runs: `prompts`, one request each. max_new_tokens: bound of each.
+
+    blind_verify_len: without a drafter, drafts that every decode row is to verify all the same: there are none, so they
+    are all rejected, and the step costs what verifying them costs (host execution: with trim_absent_drafts off).
+    logprobs: ask for every token's.
+    """
 
     prompts: Sequence[Sequence[int]]
     draft_len: int
     max_new_tokens: int
     temperature: float = 0.0
+    blind_verify_len: int = 0
+    logprobs: bool = False
 
 
 @dataclass(slots=True)
@@ -84,6 +91,9 @@ class _Row:
     context_len: int = 0  # committed
     under_way: int = 0  # query tokens sent and not yet answered
     asked: int = 0  # drafts that the row before asked for
+
+
+Planned = tuple[_Row, common_pb2.RowPlan]
 
 
 class _Stream:
@@ -150,8 +160,11 @@ class PlanDriver:
     ) -> None:
         await self._stack.aclose()
 
-    async def place(self, load: Load) -> None:
-        """Admit the requests of a load on both services and run their prompts; decode rows come next."""
+    async def place(self, load: Load) -> Timeline:
+        """Admit the requests of a load on both services and run their prompts, in lockstep; decode rows come next.
+
+        Returns the steps of the prompts.
+        """
         self._load = load
         self._epoch += 1
         self._rows = []
@@ -163,7 +176,9 @@ class PlanDriver:
                 token_ids=prompt,
                 prompt_len=len(prompt),
                 max_total_len=len(prompt) + load.max_new_tokens,
-                sampling=common_pb2.SamplingParams(temperature=load.temperature, seed=index, num_logprobs=-1),
+                sampling=common_pb2.SamplingParams(
+                    temperature=load.temperature, seed=index, seeded=True, num_logprobs=0 if load.logprobs else -1
+                ),
                 channel_id=self.channel.channel_id if self.channel is not None else "",
             )
             await self._target.send(target_pb2.TargetCommand(admit=admission))
@@ -176,12 +191,23 @@ class PlanDriver:
                     raise DriverError(f"request {index} was not admitted: {answer}")
             row.context_len = min(answer.cached_len for answer in answers)
             self._rows.append(row)
+        prompts = Timeline(time.perf_counter())
         while any(row.context_len < row.prompt_len for row in self._rows):
-            await self._run(1, 1, self._prompt_rows)
+            step = await self._run(1, 1, lambda step: self._prompt_rows(), 1)
+            prompts.arrivals += step.arrivals
+            prompts.results += step.results
+            prompts.reports += step.reports
+        return prompts
 
-    async def decode(self, num_steps: int, depth: int) -> Timeline:
-        """Run so many decode steps of all rows, up to `depth` plans under way at once (1: lockstep)."""
-        return await self._run(num_steps, depth, self._decode_rows)
+    async def decode(self, num_steps: int, depth: int, groups: int = 1) -> Timeline:
+        """Run so many decode steps, up to `depth` plans under way at once (1: lockstep).
+
+        groups: the rows are dealt into so many groups, which take turns, so that one group's drafts can be made while
+        another's are verified; depth must then be at least as much.
+        """
+        for row in self._rows:
+            row.asked = 0  # by the run before, whose last drafts need not be in the step before ours
+        return await self._run(num_steps, depth, lambda step: self._decode_rows(step, groups), groups)
 
     async def release(self) -> None:
         """The requests give back what they hold."""
@@ -194,7 +220,7 @@ class PlanDriver:
                 await self._drafter.event("released")
         self._rows = []
 
-    def _prompt_rows(self) -> list[tuple[_Row, common_pb2.RowPlan]]:
+    def _prompt_rows(self) -> list[Planned]:
         """The next chunks, as many as one plan takes."""
         assert self._load is not None
         budget, planned = int(self.info.max_step_tokens), []
@@ -208,10 +234,15 @@ class PlanDriver:
             planned.append((row, self._row_plan(row, query_len, 0, 0, query_len == left)))
         return planned
 
-    def _decode_rows(self) -> list[tuple[_Row, common_pb2.RowPlan]]:
+    def _decode_rows(self, step: int, groups: int) -> list[Planned]:
         assert self._load is not None
-        draft_len = self._load.draft_len if self._drafter is not None else 0
-        return [(row, self._row_plan(row, 1 + row.asked, row.asked, draft_len, True)) for row in self._rows]
+        draft_len, blind = self._load.draft_len, 0
+        if self._drafter is None:
+            draft_len, blind = 0, self._load.blind_verify_len
+        rows = self._rows[step % groups :: groups]
+        return [
+            (row, self._row_plan(row, 1 + (row.asked or blind), row.asked or blind, draft_len, True)) for row in rows
+        ]
 
     def _row_plan(
         self, row: _Row, query_len: int, verify_len: int, draft_len: int, samples: bool
@@ -226,19 +257,23 @@ class PlanDriver:
             samples=samples,
         )
 
-    async def _run(self, num_steps: int, depth: int, plan_rows: Any) -> Timeline:
+    async def _run(
+        self, num_steps: int, depth: int, plan_rows: Callable[[int], list[Planned]], groups: int
+    ) -> Timeline:
         async with asyncio.timeout(RUN_S):
-            return await self._run_in_time(num_steps, depth, plan_rows)
+            return await self._run_in_time(num_steps, depth, plan_rows, groups)
 
-    async def _run_in_time(self, num_steps: int, depth: int, plan_rows: Any) -> Timeline:
+    async def _run_in_time(
+        self, num_steps: int, depth: int, plan_rows: Callable[[int], list[Planned]], groups: int
+    ) -> Timeline:
         timeline = Timeline(time.perf_counter())
-        sent: list[list[tuple[_Row, common_pb2.RowPlan]]] = []
+        sent: list[list[Planned]] = []
         reports = asyncio.create_task(self._take_reports(num_steps, timeline))
         try:
             while len(timeline.results) < num_steps:
                 while len(sent) < num_steps and len(sent) - len(timeline.results) < depth:
-                    sent.append(plan_rows())
-                    await self._send(sent[-1], depth)
+                    sent.append(plan_rows(len(sent)))
+                    await self._send(sent[-1], depth, groups)
                 result = await self._target.event("result")
                 timeline.arrivals.append(time.perf_counter())
                 timeline.results.append(result)
@@ -248,14 +283,16 @@ class PlanDriver:
             reports.cancel()
         return timeline
 
-    async def _send(self, planned: list[tuple[_Row, common_pb2.RowPlan]], depth: int) -> None:
+    async def _send(self, planned: list[Planned], depth: int, groups: int) -> None:
         self._seq += 1
         plan = common_pb2.StepPlan(
             seq=self._seq,
             rows=[row_plan for _, row_plan in planned],
             deadline_ms=self._deadline_ms,
             ahead=depth - 1,
-            drafts_from_seq=self._seq - 1 if any(row_plan.verify_len for _, row_plan in planned) else 0,
+            drafts_from_seq=self._seq - groups
+            if self._drafter is not None and any(row.asked for row, _ in planned)
+            else 0,
         )
         if self.channel is not None:
             plan.channel_id, plan.channel_epoch = self.channel.channel_id, self.channel.channel_epoch
@@ -266,7 +303,7 @@ class PlanDriver:
         if self._drafter is not None:
             await self._drafter.send(drafter_pb2.DrafterCommand(plan=plan))
 
-    def _take(self, result: Any, planned: list[tuple[_Row, common_pb2.RowPlan]], timeline: Timeline) -> None:
+    def _take(self, result: Any, planned: list[Planned], timeline: Timeline) -> None:
         for (row, row_plan), verdict in zip(planned, result.rows, strict=True):
             if verdict.status != target_pb2.ROW_STATUS_OK:
                 raise DriverError(f"step {result.seq}: {verdict}")

@@ -7,6 +7,8 @@ Four ways, in turn, over the same rows (long-running decode, all of one context 
   b  the split, lockstep: the same processes, a plan leaves when the verdict before it has come
   c  one process: target and drafter code on one stream, the channel in its own memory, as far ahead as in a
   d  no drafting: the target alone
+  e  the split, run-ahead, the rows in two halves that take turns: one is drafted for while the other is verified
+     (counted per step of all rows; of use where the drafter has a GPU of its own)
 The processes are driven by `benchmarks.plan_driver` over gRPC; on a GPU they share it under a private MPS daemon. With
 `--load-format dummy` any config.json will do, and `--accept` sets the mean number of tokens a row gives in a step.
 Compare the ratios: they are taken round by round within one run. `floor` is the bytes of weights and KV over the copy
@@ -44,6 +46,7 @@ WAYS = {
     "b": "split, lockstep",
     "c": "one process",
     "d": "no drafting",
+    "e": "split, halves in turn",
 }
 WARM_STEPS = 12
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
@@ -56,6 +59,7 @@ class Setting:
     model: Path
     head: str | None
     device: str
+    drafter_device: str
     dtype: str
     load_format: str
     attention: str
@@ -93,7 +97,13 @@ class Setting:
         target = {**both, "max_step_tokens": 4096, "max_verify_len": self.draft_len, "max_wait_ms": 20_000}
         if self.accept is not None:
             target["accept"] = f"synthetic:{self.accept}"
-        drafter = {**both, "max_step_tokens": 4096, "max_draft_len": self.draft_len, "method": "eagle3"}
+        drafter = {
+            **both,
+            "device": self.drafter_device,
+            "max_step_tokens": 4096,
+            "max_draft_len": self.draft_len,
+            "method": "eagle3",
+        }
         if self.head is not None:
             drafter["checkpoint"] = self.head
         else:
@@ -109,31 +119,43 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One way, one batch, one round."""
+    """One way, one batch, one round. groups: plans that a step of all rows takes."""
 
     timeline: Timeline
     busy: float | None
-    host_ms: dict[str, float]  # CPU time per step, by process
+    host_ms: dict[str, float]  # CPU time per plan, by process
+    groups: int = 1
+
+    @property
+    def times_ms(self) -> list[float]:
+        """Milliseconds per step of all rows, over windows of steps."""
+        return [self.groups * time for time in self.timeline.step_times_ms()]
 
     @property
     def step_ms(self) -> float:
         """Median over windows of steps."""
-        return statistics.median(self.timeline.step_times_ms())
+        return statistics.median(self.times_ms)
 
 
 async def sample_split(
-    driver: PlanDriver, load: Load, setting: Setting, depth: int, services: Services, busy: BusySampler
+    driver: PlanDriver,
+    load: Load,
+    setting: Setting,
+    depth: int,
+    services: Services,
+    busy: BusySampler,
+    groups: int = 1,
 ) -> Sample:
     """Prompts, warm steps, then the measured ones."""
     await driver.place(load)
-    await driver.decode(WARM_STEPS, depth)
+    await driver.decode(WARM_STEPS, depth, groups)
     before = services.cpu_seconds()
     with busy:
-        timeline = await driver.decode(setting.steps, depth)
+        timeline = await driver.decode(setting.steps, depth, groups)
     after = services.cpu_seconds()
     await driver.release()
     host = {name: 1e3 * (after[name] - before[name]) / setting.steps for name in after}
-    return Sample(timeline, busy.share, host)
+    return Sample(timeline, busy.share, host, groups)
 
 
 async def measure(
@@ -146,7 +168,9 @@ async def measure(
     vocab_size = ModelConfig.from_directory(setting.model).vocab_size
     samples: dict[int, dict[str, list[Sample]]] = {}
     async with contextlib.AsyncExitStack() as stack:
-        env = stack.enter_context(shared_gpu(device, scratch / "mps"))
+        env = {}
+        if setting.drafter_device == setting.device:
+            env = stack.enter_context(shared_gpu(device, scratch / "mps"))
         services = stack.enter_context(Services(scratch / "split", str(setting.model), target, drafter, env))
         one = None
         if "c" in setting.ways:
@@ -162,10 +186,11 @@ async def measure(
         alone = await stack.enter_async_context(PlanDriver(services.target_address, None, "alone"))
         console.print(f"channel {split.channel.kind}")
         for batch in setting.batches:
-            samples[batch] = {way: [] for way in setting.ways}
             drafting, plain = (setting.load(batch, vocab_size, length) for length in (setting.draft_len, 0))
+            ways = setting.ways if batch > 1 else setting.ways.replace("e", "")
+            samples[batch] = {way: [] for way in ways}
             for number in range(setting.rounds):
-                for way in setting.ways if number % 2 == 0 else reversed(setting.ways):
+                for way in ways if number % 2 == 0 else reversed(ways):
                     if way == "c":
                         assert one is not None
                         with busy:
@@ -174,8 +199,8 @@ async def measure(
                     elif way == "d":
                         sample = await sample_split(alone, plain, setting, setting.depth, services, busy)
                     else:
-                        depth = setting.depth if way == "a" else 1
-                        sample = await sample_split(split, drafting, setting, depth, services, busy)
+                        depth, groups = {"a": (setting.depth, 1), "b": (1, 1), "e": (max(4, setting.depth), 2)}[way]
+                        sample = await sample_split(split, drafting, setting, depth, services, busy, groups)
                     samples[batch][way].append(sample)
                     console.print(
                         f"batch {batch}, round {number + 1}, {WAYS[way]}: {sample.step_ms:.3f} ms a step, "
@@ -199,7 +224,7 @@ def summary(setting: Setting, samples: dict[int, dict[str, list[Sample]]], bandw
         for way, rounds in by_way.items():
             results = [result for sample in rounds for result in sample.timeline.results]
             reports = [report for sample in rounds for report in sample.timeline.reports]
-            times = sorted(time for sample in rounds for time in sample.timeline.step_times_ms())
+            times = sorted(time for sample in rounds for time in sample.times_ms)
             # The context at the middle of the measured steps.
             accepted = statistics.fmean(sample.timeline.mean_accepted_len for sample in rounds)
             context_len = setting.context_len + round(accepted * (WARM_STEPS + setting.steps / 2))
@@ -242,7 +267,12 @@ def summary(setting: Setting, samples: dict[int, dict[str, list[Sample]]], bandw
 def ratios(by_way: dict[str, list[Sample]]) -> dict[str, Any]:
     """What the split costs; medians of ratios taken within a round."""
     found: dict[str, Any] = {}
-    for name, over, under in (("split_tax", "a", "c"), ("lockstep_over_run_ahead", "b", "a"), ("drafting", "a", "d")):
+    for name, over, under in (
+        ("split_tax", "a", "c"),
+        ("lockstep_over_run_ahead", "b", "a"),
+        ("drafting", "a", "d"),
+        ("halves_gain", "a", "e"),
+    ):
         if over in by_way and under in by_way:
             pairs = zip(by_way[over], by_way[under], strict=True)
             ratio = statistics.median(a.step_ms / b.step_ms for a, b in pairs)
@@ -297,6 +327,7 @@ def parse() -> Setting:
     parser.add_argument("--model", help="directory or name of the model; default: a tiny one made on the spot")
     parser.add_argument("--head", help="the EAGLE-3 head's checkpoint; default: random weights, shaped like the model")
     parser.add_argument("--device", default="cuda" if has_gpu() else "cpu")
+    parser.add_argument("--drafter-device", help="where the drafter runs, if not on --device, such as cuda:1")
     parser.add_argument("--dtype", choices=sorted(ITEM_SIZE), default="bfloat16")
     parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
     parser.add_argument("--attention", default="triton")
@@ -308,7 +339,7 @@ def parse() -> Setting:
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", default="abcd", help="some of a, b, c, d")
+    parser.add_argument("--ways", default="abcd", help="some of a, b, c, d, e")
     options = parser.parse_args()
     if options.model is None:
         from tests.tiny_models import VOCAB_SIZE, make_tiny_model
@@ -323,6 +354,7 @@ def parse() -> Setting:
         model=model,
         head=options.head,
         device=options.device,
+        drafter_device=options.drafter_device or options.device,
         dtype=options.dtype,
         load_format=options.load_format,
         attention=options.attention,

@@ -2,7 +2,7 @@
 
 A stack takes most of its time to load and compile, so all that the selected tests need are started side by side, on
 one GPU under one MPS daemon, and used in turn. OUTRIDER_TEST_DEVICE=cpu runs the same tests without a GPU, to try the
-tests themselves.
+tests themselves; OUTRIDER_TEST_DRAFTER_DEVICE=cuda:1 gives the drafters another GPU than the targets.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.end_to_end.stack import Stack, running_stack
 from tests.end_to_end.variants import Models
 
 DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cuda")
+DRAFTER_DEVICE = os.environ.get("OUTRIDER_TEST_DRAFTER_DEVICE", DEVICE)
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cuda" and not has_gpu(), reason="no NVIDIA GPU on this machine")
 HEAD = "smollm2-135m-instruct-eagle3"
 
@@ -54,23 +55,26 @@ STACKS: dict[str, StackChoice] = {
 }
 
 
-def device_section(execution: str | None = None) -> dict[str, Any]:
-    """What both services of a stack on the GPU have in common."""
-    if DEVICE == "cpu":
+def device_section(device: str = DEVICE, execution: str | None = None) -> dict[str, Any]:
+    """A service's settings to run on `device`."""
+    if device == "cpu":
         return {}
     attention = "torch" if execution == "host" else "triton"
-    return {"device": DEVICE, "attention": attention, "channel_kinds": ["shm"] if execution == "host" else ["cuda_ipc"]}
+    return {"device": device, "attention": attention, "channel_kinds": ["shm"] if execution == "host" else ["cuda_ipc"]}
 
 
 def sections(choice: StackChoice, models: Models) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The config sections of target, drafter and gateway."""
-    both = device_section(choice.both.get("execution"))
-    if DEVICE != "cpu":
-        both |= choice.both
+    execution = choice.both.get("execution")
+    both = choice.both if DEVICE != "cpu" else {}
     # A late draft is dropped, which is right but not what is looked at here: several stacks share the machine.
     gateway = {"step_deadline_ms": 20_000, **choice.gateway}
     drafter = {"method": choice.method, "checkpoint": str(models.root / choice.draft), "max_draft_len": 7}
-    return {**both, **choice.target}, {**both, **drafter, **choice.drafter}, gateway
+    return (
+        {**device_section(DEVICE, execution), **both, **choice.target},
+        {**device_section(DRAFTER_DEVICE, execution), **both, **drafter, **choice.drafter},
+        gateway,
+    )
 
 
 class Fleet:

@@ -14,7 +14,7 @@ from benchmarks.floor import BusySampler
 from tests.end_to_end.stack import Stack, running_stack
 from tests.end_to_end.test_faults import Reader
 from tests.end_to_end.variants import prompts
-from tests.gpu.fleet import DEVICE, NEEDS_GPU, device_section
+from tests.gpu.fleet import DEVICE, DRAFTER_DEVICE, NEEDS_GPU, device_section
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [NEEDS_GPU, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -30,7 +30,12 @@ DRAFTED = "outrider_draft_tokens_total"
 @pytest.fixture(scope="module")
 def stack(mps: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = make_tiny_model(tmp_path_factory.mktemp("long"), max_position_embeddings=4096)
-    drafter = {"method": "eagle3", "random_head": {"seed": 3}, "max_draft_len": DRAFT_LEN, **device_section()}
+    drafter = {
+        "method": "eagle3",
+        "random_head": {"seed": 3},
+        "max_draft_len": DRAFT_LEN,
+        **device_section(DRAFTER_DEVICE),
+    }
     gateway = {"depth": 3, "target_wait_s": 120, "step_deadline_ms": 300, "reconnect_max_s": 0.05}
     target = {**device_section(), "num_blocks": 2048}
     with running_stack(tmp_path_factory.mktemp("faults"), model, target, drafter, gateway) as running:

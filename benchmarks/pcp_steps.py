@@ -1,0 +1,244 @@
+"""What do steps cost a target of several ranks, beside one of one, and are its tokens the same?
+
+    python -m benchmarks.pcp_steps [--sizes 1 2] [--model DIR --load-format dummy] [--prompts 2048 16384 65536]
+                                   [--batches 1 16 64 256]
+
+Starts one target for every `pcp_size`, side by side (the GPUs' memory takes them all), and uses them in turn: first a
+tiny model in fp32 whose tokens must not depend on the size; then, at the model's size, whole prompts, alone, and verify
+steps of rows of 1 + 3 tokens. Reported: milliseconds, of which in collectives on rank 0, and how much faster than one
+rank. A table, then JSON. `--device cpu` with a tiny model is a dry run over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.plan_driver import Load, PlanDriver, Timeline
+from benchmarks.services import Services
+from benchmarks.shared_gpu import has_gpu
+from engine.fetch import fetch_model
+from engine.model_config import ModelConfig
+from tests.tiny_models import make_tiny_model
+
+VERIFY_LEN = 3
+WARM_STEPS = 3
+CHECK_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is measured."""
+
+    model: Path
+    device: str
+    dtype: str
+    load_format: str
+    attention: str
+    sizes: tuple[int, ...]
+    prompts: tuple[int, ...]
+    batches: tuple[int, ...]
+    context_len: int
+    steps: int
+    repeats: int
+    max_step_tokens: int
+
+    def section(self, size: int) -> dict[str, Any]:
+        """The target's config at `size` ranks."""
+        most = max((*self.prompts, self.context_len)) + 64 + self.steps
+        blocks = max(-(-most // 16), max(self.batches) * -(-(self.context_len + self.steps + 64) // 16)) + 16
+        section: dict[str, Any] = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "pcp_size": size,
+            "num_seats": max(self.batches),
+            "num_blocks": blocks,
+            "max_model_len": most,
+            "max_step_tokens": self.max_step_tokens,
+            "max_verify_len": VERIFY_LEN,
+            "prefix_caching": False,
+            "trim_absent_drafts": False,
+        }
+        if self.device == "cpu":
+            return {**section, "threads": 1}
+        # Ranks run host execution; one rank does the same, so that what differs is the ranks.
+        return {**section, "attention": self.attention, "load_format": self.load_format, "execution": "host"}
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    source = random.Random(11)
+    return [[source.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def collective_ms(results: Sequence[Any]) -> float | None:
+    """Mean over steps of what rank 0 stood in collectives; None where the service does not tell."""
+    told = [value for result in results if (value := getattr(result, "collective_ms", None)) is not None]
+    return round(statistics.fmean(told), 3) if told else None
+
+
+async def time_prompt(driver: PlanDriver, length: int, vocab_size: int) -> tuple[float, float | None]:
+    """Milliseconds from the first plan of a prompt alone to its first token, and of them in collectives."""
+    timeline = await driver.place(Load(random_prompts(1, length, vocab_size), 0, 8))
+    await driver.release()
+    inside = collective_ms(timeline.results)
+    total = 1e3 * (timeline.arrivals[-1] - timeline.started)
+    return total, None if inside is None else inside * len(timeline.results)
+
+
+async def time_verify(driver: PlanDriver, rows: int, setting: Setting, vocab_size: int) -> Timeline:
+    """Verify steps in lockstep over `rows` rows."""
+    prompts = random_prompts(rows, setting.context_len, vocab_size)
+    await driver.place(Load(prompts, 0, setting.steps + WARM_STEPS + 16, blind_verify_len=VERIFY_LEN))
+    await driver.decode(WARM_STEPS, 1)
+    timeline = await driver.decode(setting.steps, 1)
+    await driver.release()
+    return timeline
+
+
+async def measure(setting: Setting, scratch: Path, console: Console) -> dict[str, Any]:
+    """Prompts and verify steps by size."""
+    vocab_size = ModelConfig.from_directory(setting.model).vocab_size
+    found: dict[str, Any] = {"prefill": {}, "verify": {}}
+    async with AsyncExitStack() as stack:
+        services = {
+            size: stack.enter_context(Services(scratch / f"p{size}", str(setting.model), setting.section(size), None))
+            for size in setting.sizes
+        }
+        drivers = {}
+        for size, running in services.items():
+            running.wait_ready()
+            drivers[size] = await stack.enter_async_context(PlanDriver(running.target_address, None, f"p{size}"))
+        for length in setting.prompts:
+            times: dict[int, list[tuple[float, float | None]]] = {size: [] for size in drivers}
+            for repeat in range(-1, setting.repeats):
+                for size, driver in drivers.items():
+                    timed = await time_prompt(driver, length, vocab_size)
+                    if repeat >= 0:
+                        times[size].append(timed)
+            found["prefill"][str(length)] = entries = by_size(times)
+            console.print(f"prompt of {length}: {entries}", highlight=False)
+        for rows in setting.batches:
+            timelines = {size: await time_verify(driver, rows, setting, vocab_size) for size, driver in drivers.items()}
+            found["verify"][str(rows)] = entries = by_size(
+                {
+                    size: [(time, collective_ms(timeline.results)) for time in timeline.step_times_ms(4, 2)]
+                    for size, timeline in timelines.items()
+                }
+            )
+            console.print(f"{rows} rows: {entries}", highlight=False)
+    return found
+
+
+def by_size(times: dict[int, list[tuple[float, float | None]]]) -> dict[str, Any]:
+    """Median milliseconds by size, of them in collectives, and the speed-up over the first size."""
+    medians = {size: statistics.median(total for total, _ in values) for size, values in times.items()}
+    first = next(iter(medians.values()))
+    found = {}
+    for size, values in times.items():
+        inside = [value for _, value in values if value is not None]
+        found[str(size)] = {
+            "ms": round(medians[size], 3),
+            "collective_ms": round(statistics.median(inside), 3) if inside else None,
+            "speed_up": round(first / medians[size], 3),
+        }
+    return found
+
+
+async def check(setting: Setting, scratch: Path) -> dict[str, Any]:
+    """Greedy and seeded tokens of a tiny model in fp32, prompts in chunks, several rows, by size."""
+    model = make_tiny_model(scratch / "tiny")
+    prompts = [prompt for length in (1, 7, 33, 90, 211) for prompt in random_prompts(1, length, 512)]
+    answers: dict[int, list[Any]] = {}
+    with ExitStack() as stack:
+        targets = {}
+        for size in setting.sizes:
+            section: dict[str, Any] = {"device": setting.device, "pcp_size": size, "max_step_tokens": 64, "threads": 1}
+            if setting.device != "cpu":
+                section |= {"attention": setting.attention}
+            targets[size] = stack.enter_context(Services(scratch / f"check{size}", str(model), section, None))
+        for size, target in targets.items():
+            target.wait_ready()
+            async with PlanDriver(target.target_address, None, f"check{size}") as driver:
+                answers[size] = []
+                for temperature in (0.0, 1.0):
+                    await driver.place(Load(prompts, 0, CHECK_TOKENS + 2, temperature))
+                    timeline = await driver.decode(CHECK_TOKENS, 2)
+                    answers[size].append(list(timeline.tokens.values()))
+                    await driver.release()
+    complete = [[CHECK_TOKENS] * len(prompts)] * 2
+    return {
+        str(size): answer == answers[setting.sizes[0]] and [list(map(len, way)) for way in answer] == complete
+        for size, answer in answers.items()
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    table = Table("step", "ranks", "ms", "in collectives", "x one rank", title=f"{result['model']}, {result['device']}")
+    for kind, entries in (("prompt of {}", result["prefill"]), ("{} verify rows", result["verify"])):
+        for name, by in entries.items():
+            for size, row in by.items():
+                cells = (f"{row['ms']:.2f}", str(row["collective_ms"]), f"{row['speed_up']:.2f}")
+                table.add_row(kind.format(name), size, *cells)
+    Console(width=110).print(table)
+    print("same tokens as one rank:", result["same_tokens"])
+
+
+def main() -> None:
+    """Parse, run, print. Exit status 1: tokens differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory or name; default: a tiny model made on the spot")
+    parser.add_argument("--device", default="cuda" if has_gpu() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
+    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[2048, 16384, 65536])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64, 256])
+    parser.add_argument("--context", type=int, default=1024, help="of the rows of verify steps")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-step-tokens", type=int, default=16384)
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as scratch_name:
+        scratch = Path(scratch_name)
+        model = fetch_model(options.model) if options.model else make_tiny_model(scratch / "model")
+        setting = Setting(
+            model=model,
+            device=options.device,
+            dtype=options.dtype,
+            load_format=options.load_format,
+            attention=options.attention,
+            sizes=tuple(options.sizes),
+            prompts=tuple(options.prompts),
+            batches=tuple(options.batches),
+            context_len=options.context,
+            steps=options.steps,
+            repeats=options.repeats,
+            max_step_tokens=options.max_step_tokens,
+        )
+        same = asyncio.run(check(setting, scratch))
+        console.print(f"same tokens: {same}", highlight=False)
+        result = asyncio.run(measure(setting, scratch, console))
+    result |= {"model": model.name, "device": options.device, "dtype": options.dtype, "same_tokens": same}
+    print_table(result)
+    print(json.dumps(result))
+    if not all(same.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
