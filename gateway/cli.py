@@ -12,7 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -20,6 +21,8 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from gateway.stack.settings import ServiceSpec, StackSettings
 
 ResultT = TypeVar("ResultT")
 
@@ -128,15 +131,22 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
 
 
 async def _up(config: Path, console: Console) -> None:
-    from gateway.stack.console import LogPrinter, StartView
     from gateway.stack.model import fetch_model
-    from gateway.stack.settings import check_ports, load_settings, services, url
-    from gateway.supervisor import ServiceState, Supervisor
+    from gateway.stack.mps import shared_gpu
+    from gateway.stack.settings import check_ports, load_settings, services
 
     settings = load_settings(config)
     check_ports(settings)
     directory = await fetch_model(settings.model)
-    specs = services(settings, directory)
+    async with shared_gpu(settings, partial(console.print, highlight=False, markup=False)) as gpu_environment:
+        await _run_stack(settings, services(settings, directory, gpu_environment), console)
+
+
+async def _run_stack(settings: StackSettings, specs: Sequence[ServiceSpec], console: Console) -> None:
+    from gateway.stack.console import LogPrinter, StartView
+    from gateway.stack.settings import url
+    from gateway.supervisor import ServiceState, Supervisor
+
     printer, view = LogPrinter(console), StartView(console, [spec.name for spec in specs])
 
     def on_line(name: str, line: str) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from gateway.errors import ConfigError
 
@@ -39,6 +39,11 @@ def _checked_address(text: str) -> str:
     return text
 
 
+def _unquoted_off(value: object) -> object:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
 AddressText = Annotated[str, AfterValidator(_checked_address)]
 
 
@@ -55,6 +60,7 @@ class GatewayConfig(BaseModel):
     step within it is taken for lost. drain_s: how long running requests may go on after SIGTERM. model_name: what
     /v1/models says; null: the last part of `model`. max_queued_commands: unsent commands after which a service that
     does not read is taken for lost. reconnect_min_s, reconnect_max_s: pauses between attempts to reach a service.
+    mps: read by `outrider up`; auto: target and drafter on one GPU get a private MPS daemon; off: they never do.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -78,6 +84,7 @@ class GatewayConfig(BaseModel):
     max_queued_commands: int = Field(default=1024, ge=16)
     reconnect_min_s: float = Field(default=0.05, gt=0)
     reconnect_max_s: float = Field(default=1.0, gt=0)
+    mps: Annotated[Literal["auto", "off"], BeforeValidator(_unquoted_off)] = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> GatewayConfig:

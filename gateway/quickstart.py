@@ -12,6 +12,8 @@ import json
 import tempfile
 import urllib.request
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from rich.text import Text
 from gateway.chat_client import Answer, ask, connect, served_model
 from gateway.stack.console import LogFiles, StartView, legend, print_span
 from gateway.stack.model import fetch_model
+from gateway.stack.mps import shared_gpu
 from gateway.stack.settings import load_settings, services, url, with_free_ports
 from gateway.supervisor import StartFailed, Supervisor
 
@@ -54,14 +57,18 @@ async def run_quickstart(config: Path, question: str, max_tokens: int, console: 
     with tempfile.TemporaryDirectory(prefix="outrider-quickstart-") as scratch:
         settings = with_free_ports(settings, Path(scratch) / "stack.yaml")
         _heading(console, 2, "Target, drafter and gateway, three processes on free ports")
-        specs = services(settings, directory)
-        files, view = LogFiles(Path(scratch)), StartView(console, [spec.name for spec in specs])
+        files = LogFiles(Path(scratch))
 
         def on_line(name: str, line: str) -> None:
             files(name, line)
             view.on_line(name, line)
 
-        async with Supervisor(specs, on_line, view.on_state) as supervisor, connect(url(settings.rest)) as client:
+        async with AsyncExitStack() as running:
+            gpu_environment = await running.enter_async_context(shared_gpu(settings, partial(_note, console)))
+            specs = services(settings, directory, gpu_environment)
+            view = StartView(console, [spec.name for spec in specs])
+            supervisor = await running.enter_async_context(Supervisor(specs, on_line, view.on_state))
+            client = await running.enter_async_context(connect(url(settings.rest)))
             try:
                 with view:
                     await supervisor.wait_ready()
@@ -74,6 +81,10 @@ async def run_quickstart(config: Path, question: str, max_tokens: int, console: 
             with console.status("Stopping the services"):
                 await supervisor.stop()
     return result
+
+
+def _note(console: Console, line: str) -> None:
+    console.print(f"  {line}", highlight=False, markup=False)
 
 
 def show_last_lines(console: Console, error: StartFailed) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -129,15 +130,17 @@ def check_ports(settings: StackSettings) -> None:
                 raise ConfigError(key, f"cannot listen on {text}: {error.strerror}") from error
 
 
-def services(settings: StackSettings, model_directory: str) -> list[ServiceSpec]:
-    """The processes of the stack, in starting order."""
+def services(
+    settings: StackSettings, model_directory: str, gpu_environment: Mapping[str, str] = MappingProxyType({})
+) -> list[ServiceSpec]:
+    """The processes of the stack, in starting order. gpu_environment: for those that use a GPU (`mps.shared_gpu`)."""
     modules = {"target": "target_service", "drafter": "drafter_service", "gateway": "gateway"}
     addresses = {"target": settings.target, "drafter": settings.drafter, "gateway": settings.grpc}
     return [
         ServiceSpec(
             name,
             (sys.executable, "-m", modules[name], "--config", str(settings.path), "--model", model_directory),
-            service_environment(name),
+            service_environment(name) | ({} if name == "gateway" else dict(gpu_environment)),
             address,
         )
         for name in NAMES
