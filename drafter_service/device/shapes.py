@@ -55,7 +55,8 @@ def step_shape(
     padded_rows = next((rows for rows in graph_rows if rows >= num_rows), None)
     if padded_rows is None:
         return StepShape(num_rows, num_rows, max_tokens, max_tokens, draft_len, False, drawn)
-    for tokens in row_tokens:
+    # Drawn drafts go straight to the reply, which lies elsewhere each step: nothing to capture.
+    for tokens in () if drawn else row_tokens:
         if max_tokens <= tokens * padded_rows <= token_limit:
-            return StepShape(num_rows, padded_rows, max_tokens, tokens * padded_rows, draft_len, not drawn, drawn)
+            return StepShape(num_rows, padded_rows, max_tokens, tokens * padded_rows, draft_len, True, drawn)
     return StepShape(num_rows, padded_rows, max_tokens, max_tokens, draft_len, False, drawn)

@@ -15,7 +15,12 @@ _HEADER_EPOCH, _HEADER_ROWS = tl.constexpr(names.HEADER_EPOCH), tl.constexpr(nam
 _HEADER_TOKENS = tl.constexpr(names.HEADER_TOKENS)
 
 
-@triton.jit(do_not_specialize=["seq", "epoch", "num_rows", "num_seats", "draft_stride"])
+@triton.jit(
+    do_not_specialize=[
+        *("entry_header_ptr", "reply_header_ptr", "reply_tokens_ptr", "has_probs_ptr"),
+        *("seq", "epoch", "num_rows", "num_seats", "draft_stride", "draft_column_stride"),
+    ]
+)
 def _finish(
     entry_header_ptr,
     drafts_ptr,
@@ -33,6 +38,7 @@ def _finish(
     num_rows,
     num_seats,
     draft_stride,
+    draft_column_stride,
     draft_width: tl.constexpr,
     reply_width: tl.constexpr,
     HAS_PROBS: tl.constexpr,
@@ -52,7 +58,9 @@ def _finish(
     count = tl.where(intact, tl.load(num_drafts_ptr + row), 0)
     columns = tl.arange(0, BLOCK)
     wanted = (columns < draft_width) & (columns < count)
-    drafts = tl.load(drafts_ptr + row.to(tl.int64) * draft_stride + columns, mask=wanted, other=-1)
+    drafts = tl.load(
+        drafts_ptr + row.to(tl.int64) * draft_stride + columns * draft_column_stride, mask=wanted, other=-1
+    )
     tl.store(reply_tokens_ptr + row * reply_width + columns, drafts, mask=columns < reply_width)
     if HAS_PROBS:
         drawn = (count > 0) & (tl.load(temperatures_ptr + row) > 0)
@@ -79,7 +87,7 @@ def finish_reply(
     reply_tokens: torch.Tensor,
     reply_has_probs: torch.Tensor | None,
 ) -> None:
-    """See `reference.finish_reply.finish_reply`. drafts: rows may be strided; the rest is contiguous."""
+    """See `reference.finish_reply.finish_reply`. drafts may be strided; the rest is contiguous."""
     _finish[(num_rows + 1,)](
         entry_header,
         drafts,
@@ -97,6 +105,7 @@ def finish_reply(
         num_rows,
         seat_state.shape[1],
         drafts.stride(0),
+        drafts.stride(1),
         draft_width=drafts.shape[1],
         reply_width=reply_tokens.shape[1],
         HAS_PROBS=reply_has_probs is not None,

@@ -46,8 +46,13 @@ def _entry_tokens(header_ptr, starts_ptr, num_rows, seq, epoch, max_entry_tokens
     return tl.where(right, num_tokens, -1)
 
 
+# Pointers into the channel and into a plan are not specialised by their alignment, which differs from entry to entry:
+# every other one would wait for the compiler in the middle of serving.
 @triton.jit(
     do_not_specialize=[
+        *("header_ptr", "positions_ptr", "ids_ptr", "starts_ptr", "seq_lens_ptr", "rejected_ptr", "anchors_ptr"),
+        *("following_ptr", "temperatures_ptr", "seeds_ptr", "slots_ptr", "tables_ptr", "plan_ptr", "updates_ptr"),
+        "reply_header_ptr",
         *("num_rows", "padded_rows", "padded_tokens", "num_updates", "seq", "epoch", "max_entry_tokens"),
         *("vocab_size", "max_len", "num_seats", "plan_stride", "entry_width", "tables_width", "tables_stride"),
         *("num_blocks",),

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from engine.channel.bytes import BytesTargetEnd, EntryMessage
-from engine.channel.opening import choose_kind, describe
+from engine.channel.opening import choose_kind
 from engine.decoder import Decoder
 from protos import common_pb2, drafter_pb2, drafter_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.drafter_service.fake_target import FakeTarget
@@ -66,7 +66,7 @@ class FakeTargetService(target_pb2_grpc.TargetServiceServicer):
             **self._options,
         )
         self.targets[channel_id] = target
-        description = describe(target.channel)
+        description = target.describe()
         return target_pb2.AttachReply(
             channel=common_pb2.ChannelDescriptor(
                 channel_id=description.channel_id,

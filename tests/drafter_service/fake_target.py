@@ -13,13 +13,18 @@ import numpy as np
 import torch
 
 from engine.block_pool import BlockPool
-from engine.channel.interface import ChannelSpec
+from engine.channel.bytes import BytesTargetEnd
+from engine.channel.description import ChannelDescription
+from engine.channel.interface import ChannelSpec, TargetChannel
+from engine.channel.local import LocalChannel
 from engine.channel.opening import open_target_channel
+from engine.channel.shm import ShmTargetChannel
 from engine.decoder import Decoder
 from engine.request_blocks import RequestBlocks
 from kernels.attention.interface import AttentionMetadata
 from kernels.attention.registry import make_attention
 from kernels.layout import make_positions, make_query_start_loc, make_slot_mapping
+from tests.drafter_service.device.local_target import LocalAsHost
 
 DEPTH = 4
 MAX_ROWS = 16
@@ -74,6 +79,7 @@ class FakeTarget:
         max_len: int = 256,
         channel_id: str = "fake/drafter",
         epoch: int = 1,
+        max_rows: int = MAX_ROWS,
     ) -> None:
         config = decoder.config
         self.decoder = decoder
@@ -81,7 +87,7 @@ class FakeTarget:
         self.lookahead = lookahead
         self.max_len = max_len
         self.block_size = block_size
-        self.blocks = RequestBlocks(BlockPool(num_blocks, block_size, enable_prefix_cache=False), MAX_ROWS, max_len)
+        self.blocks = RequestBlocks(BlockPool(num_blocks, block_size, enable_prefix_cache=False), max_rows, max_len)
         self.kv = decoder.make_kv_cache(num_blocks, block_size)
         self.attention = [
             make_attention(
@@ -93,7 +99,7 @@ class FakeTarget:
             channel_id=channel_id,
             epoch=epoch,
             depth=DEPTH,
-            max_rows=MAX_ROWS,
+            max_rows=max_rows,
             max_tokens=MAX_TOKENS,
             max_draft_len=max_draft_len,
             hidden_width=len(hidden_layers) * config.hidden_size,
@@ -104,13 +110,23 @@ class FakeTarget:
             num_blocks=num_blocks,
             draft_probs=draft_probs,
         )
-        self.channel = open_target_channel(self.spec, kind)
+        self.local = LocalChannel(self.spec, torch.device("cpu")) if kind == "local" else None
+        self.channel: TargetChannel
+        if self.local is not None:
+            self.channel = LocalAsHost(self.local)
+        else:
+            self.channel = open_target_channel(self.spec, kind)
         self.requests: dict[str, FakeRequest] = {}
         self.seq = 0
-        self._free_seats = list(range(MAX_ROWS))
+        self._free_seats = list(range(max_rows))
 
     def close(self) -> None:
         self.channel.close()
+
+    def describe(self) -> ChannelDescription:
+        """What a drafter needs to attach."""
+        assert isinstance(self.channel, ShmTargetChannel | BytesTargetEnd)
+        return self.channel.describe()
 
     def add(self, request_id: str, prompt: Sequence[int], temperature: float = 0.0) -> FakeRequest:
         request = FakeRequest(request_id, list(prompt), len(prompt), self._free_seats.pop(0), temperature=temperature)

@@ -15,7 +15,7 @@ from drafter_service.messages import Admission, RowRequest, StepReport, StepRequ
 from drafter_service.residency import Resident, Residents
 from drafter_service.speculator import DraftBatch, DraftProposal, Speculator
 from drafter_service.steps import StepRunner
-from engine.channel.opening import attach_drafter_channel, describe
+from engine.channel.opening import attach_drafter_channel
 from tests.drafter_service.fake_target import FakeRequest, FakeTarget
 
 
@@ -46,7 +46,7 @@ class Harness:
         self.recorder = Recorder(speculator)
         self.residents = Residents(num_seats)
         self.runner = StepRunner(self.recorder, self.residents, max_wait_s=5.0)  # type: ignore[arg-type]
-        self.channel = attach_drafter_channel(describe(target.channel))
+        self.channel = attach_drafter_channel(target.describe())
         speculator.check_channel(self.channel.spec)
         attached = AttachedChannel(self.channel, "fake:1", "instance", target.max_len, self.channel.close)
         self.link = ChannelLink(1, attached)

@@ -14,7 +14,7 @@ from drafter_service.device_thread import DeviceThread
 from drafter_service.messages import Admission, Hello, OpenChannel, RowRequest, ServiceInfo, StepRequest
 from drafter_service.ngram import NgramSpeculator
 from drafter_service.streams import GatewayStream, Inboxes, StreamEnded
-from engine.channel.opening import attach_drafter_channel, describe
+from engine.channel.opening import attach_drafter_channel
 from engine.decoder import Decoder
 from engine.outbox import Outbox
 from tests.drafter_service.fake_target import FakeTarget
@@ -42,7 +42,7 @@ def make_core() -> DrafterCore:
 
 
 def attached(target: FakeTarget, address: str, detached: list[str]) -> AttachedChannel:
-    channel = attach_drafter_channel(describe(target.channel))
+    channel = attach_drafter_channel(target.describe())
 
     def detach() -> None:
         channel.close()

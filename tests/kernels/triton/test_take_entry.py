@@ -33,7 +33,7 @@ def assert_same(case: Case) -> None:
                 (plain_finish, plain.copy(), "cpu"),
                 (finish_reply, device.copy(DEVICE), DEVICE),
             ):
-                drafts = torch.arange(40, device=where).view(8, 5) % VOCAB
+                drafts = torch.arange(40, device=where).view(5, 8).t() % VOCAB
                 tokens = torch.full((9, 4), 321, device=where)
                 reply_header = torch.full((8,), 6, device=where)
                 has_probs = torch.ones(9, dtype=torch.bool, device=where) if with_probs else None

@@ -1,0 +1,1 @@
+"""Tests of the drafter's device execution, on a CPU."""
