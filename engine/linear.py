@@ -43,9 +43,14 @@ class PackedLinear:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
         else:
             self._weight = weight
-            if weight.is_cuda and weight.dtype == torch.bfloat16 and weight.is_contiguous():
-                self._skinny = _SkinnyForms(weight, bias)
+            self.choose()
         self._twin_rows = self._packed is not None and self.in_features > SINGLE_ROW_MAX_FEATURES
+
+    def choose(self) -> None:
+        """Choose the kernels for this weight by what is measured now (`kernels.triton.linear_choice`)."""
+        weight = self._weight
+        if weight is not None and weight.is_cuda and weight.dtype == torch.bfloat16 and weight.is_contiguous():
+            self._skinny = _SkinnyForms(weight, self.bias)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -25,6 +25,7 @@ import triton.language as tl
 from kernels.triton.attention_tiling import Tiling as Tiling
 from kernels.triton.attention_tiling import choose_tiling as choose_tiling
 from kernels.triton.kv_write import packed_heads
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
 from kernels.triton.prompt_attention import attend_long_rows
 
 # Rows of up to this many query tokens are short.
@@ -81,7 +82,11 @@ def _attend(
     TILE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     DOT: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
     TILE_TOKENS: tl.constexpr = TILE // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -183,8 +188,12 @@ def _merge(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A token's head: zeros where it is of no row that runs, the stretches' mix where its row has several."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0)
     head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_ROWS)
@@ -271,6 +280,7 @@ def attend(
         "BLOCK_ROWS": block_rows,
     }
     splitting = (tiling.split_keys, tiling.max_splits, split_stride)
+    overlap = overlap_options(q.device)
     layer = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "CACHE_BLOCK": cache_block}
     wide = _INTERPRETED or q.dtype == torch.float32
     inputs = (q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out)
@@ -290,6 +300,7 @@ def attend(
         # Float32's products take the registers of twice the threads.
         num_warps=8 if short_tile > 64 or (wide and short_tile > 16) else 4,
         num_stages=tiling.num_stages,
+        **overlap,
     )
     if max_query_len > SHORT_LEN:
         long_tile = max(tiling.long_tile, triton.next_power_of_2(group))
@@ -304,6 +315,7 @@ def attend(
             STAGES=tiling.long_stages,
             WIDE=wide,
             num_warps=tiling.long_warps,
+            **overlap,
         )
     _merge[(num_tokens, num_heads)](
         query_start_loc,
@@ -318,6 +330,7 @@ def attend(
         BLOCK_KEYS=tiling.block_keys,
         BLOCK_SPLITS=triton.next_power_of_2(split_stride),
         num_warps=2,
+        **overlap,
     )
     return out
 

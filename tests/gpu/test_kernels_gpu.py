@@ -138,11 +138,18 @@ def test_rotation_and_kv_write(
     same(caches[3], caches[5])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# Products in float32 take seconds each to compile: where they add something.
 @pytest.mark.parametrize(
-    ("rows", "outs", "ins"),
-    [(1, 96, 576), (5, 6144, 4096), (4, 576, 1536), (33, 1030, 520), (64, 4096, 14336)],
-    ids=["small", "llama", "smollm2", "odd", "most"],
+    ("rows", "outs", "ins", "dtype"),
+    [
+        (1, 96, 576, torch.float32),
+        (1, 96, 576, torch.bfloat16),
+        (5, 6144, 4096, torch.bfloat16),
+        (4, 576, 1536, torch.bfloat16),
+        (33, 1030, 520, torch.bfloat16),
+        (64, 4096, 14336, torch.bfloat16),
+    ],
+    ids=["small float32", "small", "llama", "smollm2", "odd", "most"],
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_linear_of_few_rows(rows: int, outs: int, ins: int, gated: bool, dtype: torch.dtype) -> None:
@@ -155,7 +162,7 @@ def test_linear_of_few_rows(rows: int, outs: int, ins: int, gated: bool, dtype: 
         gate, up = exact.chunk(2, dim=-1)
         exact = torch.nn.functional.silu(gate) * up
     block_in = 32 if dtype == torch.float32 else 128
-    for tiling in (SkinnyTiling(64, block_in // 2, 1), SkinnyTiling(32, block_in, 3), SkinnyTiling(16, block_in, 4)):
+    for tiling in (SkinnyTiling(64, block_in // 2, 1), SkinnyTiling(16, block_in, 3)):
         counters = torch.zeros(num_counters(outs, gated, tiling), dtype=torch.int32, device=DEVICE)
         results = []
         for _ in range(2):
@@ -222,8 +229,13 @@ def attention_case(name: str, dtype: torch.dtype) -> tuple[AttentionMetadata, di
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", list(ATTENTION))
+IN_FLOAT32 = [name for name in ATTENTION if name.startswith("small") or name in ("window", "prompt, smollm2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in ATTENTION), *((name, torch.float32) for name in IN_FLOAT32)],
+)
 def test_attention(name: str, dtype: torch.dtype) -> None:
     metadata, tensors, window = attention_case(name, dtype)
     _, _, heads, kv_heads, head_dim, _, _ = ATTENTION[name]

@@ -1,0 +1,50 @@
+"""How do launches that follow one another overlap on a GPU?
+
+A layer of few tokens is a row of kernels of a few microseconds each, and between two of them a GPU idles for one or two
+more. With programmatic dependent launch (Hopper and later) a kernel is put on the GPU while the one before it still
+runs, and waits there for its results, and its memory, in `gdc_wait`. Until then it may only touch what no kernel before
+it writes: weights, which `prefetch_rows` moves towards the multiprocessors in the meantime.
+
+Every kernel that is launched this way lets the next one in at its very start and waits, in every program, before it
+reads or writes anything else; so when a kernel is done, all those before it are, as without overlapping.
+`OUTRIDER_LAUNCH_OVERLAP=0` in the environment switches it off.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
+from triton.language.extra.cuda import gdc_wait as gdc_wait
+
+SWITCH = "OUTRIDER_LAUNCH_OVERLAP"
+
+
+@lru_cache(maxsize=64)
+def _can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def overlap_options(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel that has the constant OVERLAP."""
+    if _can_overlap(device) and os.environ.get(SWITCH, "1") != "0":
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
+
+
+@triton.jit
+def prefetch_rows(row_ptrs, NUM_BYTES: tl.constexpr):
+    """Ask for NUM_BYTES (a multiple of 16) from each of the addresses to be brought into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [row_ptrs.to(tl.int64), tl.full(row_ptrs.shape, NUM_BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
