@@ -1,28 +1,262 @@
-"""What would the same target and drafter cost in one process?"""
+"""What would the same target and drafter cost in one process?
+
+A worker process holds both services' code, without their servers and threads: `PlanDriver`'s commands are carried out
+where they are sent, by the services' own cores, on one stream, and the channel is memory of the process (kind `local`).
+Steps are launched as far ahead as the driver's depth says, and nothing waits for anything but the device. What is left
+of the services' cost is the work itself, so the split is measured against it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.plan_driver import Load, Timeline
+import yaml
+
+from benchmarks.plan_driver import DriverError, Load, PlanDriver, Timeline
+
+READY_S = 180.0
+RUN_S = 240.0
+MAX_EVENTS = 1 << 20
+CHANNEL_ID = "local"
 
 
 class OneProcess:
-    """A worker process that holds both services' code."""
+    """`with` it: the worker. `target`, `drafter`: config sections as for the services; both execute on the device."""
 
-    def __init__(
-        self, directory: Path, model: str, target: Mapping[str, Any], drafter: Mapping[str, Any], env: Mapping[str, str]
-    ) -> None: ...
+    def __init__(self, directory: Path, model: str, target: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        config = directory / "one.yaml"
+        sections = {"model": model, "target": dict(target), "drafter": dict(drafter)}
+        for section in (sections["target"], sections["drafter"]):
+            assert isinstance(section, dict)
+            section |= {"execution": "device"}
+            if section.get("device", "cpu") == "cpu":
+                section["attention"] = "reference"
+        config.write_text(yaml.safe_dump(sections, sort_keys=False))
+        context = multiprocessing.get_context("spawn")
+        self._link, other = context.Pipe()
+        self._process = context.Process(target=_work, args=(other, str(config)), daemon=True)
+        self._other: Connection | None = other
+
     def __enter__(self) -> OneProcess:
+        self._process.start()
+        assert self._other is not None
+        self._other.close()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._link.send(None)
+        self._process.join(15)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
 
-    def wait_ready(self) -> None: ...
+    def wait_ready(self) -> None:
+        """Until it has loaded. DriverError: it could not."""
+        self._answer(READY_S)
+
     def run(self, load: Load, warm: int, steps: int, depth: int) -> tuple[Timeline, dict[str, float]]:
-        raise NotImplementedError
+        """Place the load, run `warm` steps, then `steps`; returns these, and the CPU milliseconds of each."""
+        self._link.send((load, warm, steps, depth))
+        timeline, host = self._answer(RUN_S)
+        return timeline, host
+
+    def _answer(self, deadline_s: float) -> Any:
+        try:
+            if not self._link.poll(deadline_s):
+                raise DriverError(f"the worker did not answer within {deadline_s:.0f} s")
+            answer = self._link.recv()
+        except EOFError:
+            raise DriverError("the worker died") from None
+        if isinstance(answer, DriverError):
+            raise answer
+        return answer
+
+
+def _work(link: Connection, config: str) -> None:
+    """The worker. What goes wrong is sent as a DriverError."""
+    try:
+        with _both(Path(config)) as (target, drafter):
+            asyncio.run(_serve(link, target, drafter))
+    except Exception as error:  # whatever it is, the parent reports it
+        link.send(DriverError(f"{type(error).__name__}: {error}"))
+        raise
+
+
+async def _serve(link: Connection, target: _TargetStream, drafter: _DrafterStream) -> None:
+    """Runs what it is asked to, on one driver, so that steps are numbered on, until it is told to end."""
+    async with PlanDriver(target, drafter, "one") as driver:
+        link.send("ready")
+        while (order := link.recv()) is not None:
+            load, warm, steps, depth = order
+            await driver.place(load)
+            await driver.decode(warm, depth)
+            before = time.process_time()
+            timeline = await driver.decode(steps, depth)
+            host = {"one process": 1e3 * (time.process_time() - before) / steps}
+            await driver.release()
+            link.send((timeline, host))
+
+
+@contextlib.contextmanager
+def _both(config: Path) -> Iterator[tuple[_TargetStream, _DrafterStream]]:
+    """Both services' cores, loaded, on one stream, with a channel between them."""
+    import torch
+
+    from drafter_service.assembly import make_info, make_speculator
+    from drafter_service.config import DrafterConfig
+    from drafter_service.device.making import make_device_steps, make_program
+    from drafter_service.device.program import DeviceOptions
+    from engine.channel.interface import ChannelSpec
+    from engine.channel.local import LocalChannel
+    from engine.config_file import load_model_name, load_section
+    from engine.fetch import fetch_model
+    from target_service.assembly import build_target, warm_up
+    from target_service.channels import OpenChannel
+    from target_service.config import TargetConfig
+
+    model = load_model_name(config, None)
+    target_config = load_section(config, "target", TargetConfig)
+    drafter_config = load_section(config, "drafter", DrafterConfig)
+    target = build_target(target_config, model, fetch_model(model))
+    engine = target.engine
+    speculator = make_speculator(drafter_config, model)
+    needs = speculator.needs
+    spec = ChannelSpec(
+        channel_id=CHANNEL_ID,
+        epoch=1,
+        depth=target_config.channel_depth,
+        max_rows=target_config.num_seats,
+        max_tokens=target_config.max_step_tokens,
+        max_draft_len=needs.max_draft_len,
+        hidden_width=needs.hidden_width,
+        hidden_dtype=engine.decoder.dtype,
+        vocab_size=target.info.vocab_size,
+        max_blocks_per_row=engine.sessions.blocks.max_blocks,
+        block_size=target_config.block_size,
+        num_blocks=engine.sessions.blocks.pool.num_blocks,
+        draft_probs=needs.draft_probs,
+    )
+    stream = torch.cuda.stream(engine.stream) if engine.stream is not None else contextlib.nullcontext()
+    with torch.inference_mode(), stream:
+        warm_up(engine, (1, target_config.max_verify_len + 1), lambda line: None)
+        channel = LocalChannel(spec, engine.device)
+        opened = OpenChannel(
+            channel.target,
+            drafter_config.drafter_id,
+            needs.hidden_layers,
+            shares_blocks=needs.metadata_source == "reuse",
+            last_alive=time.monotonic(),
+        )
+        # Not attached over RPCs, as a drafter would be: there is only this one.
+        target.channels._open[CHANNEL_ID] = opened
+        options = DeviceOptions(drafter_config.graph_rows, drafter_config.cuda_graphs)
+        program = make_program(speculator, options)
+        try:
+            yield (
+                _TargetStream(target),
+                _DrafterStream(
+                    make_info(drafter_config, speculator),
+                    speculator,
+                    drafter_config,
+                    channel.drafter,
+                    target.info,
+                    lambda residents: make_device_steps(program, residents, RUN_S, lambda: None),
+                ),
+            )
+        finally:
+            target.core.settle()
+            target.channels.close()
+
+
+class _TargetStream:
+    """PlanDriver's stream to the target, whose commands are carried out as they are sent."""
+
+    def __init__(self, target: Any) -> None:
+        from engine.outbox import Outbox
+        from target_service.streams import GatewayStream
+
+        self._core = target.core
+        self._stream = GatewayStream(1, Outbox(MAX_EVENTS, lambda: None))
+        self._outcomes: deque[Any] = deque()
+
+    async def send(self, message: Any) -> None:
+        from target_service.codec import command_from_proto
+
+        self._outcomes.append(self._core.handle(self._stream, command_from_proto(message)))
+
+    async def event(self, kind: str) -> Any:
+        from target_service.codec import event_to_proto
+        from target_service.flights import Flight
+
+        event = self._outcomes.popleft()
+        if isinstance(event, Flight):
+            if event.reply is None:
+                event.landing.wait()
+                self._core.land(event)
+            event = event.reply
+        message = event_to_proto(event)
+        if message.WhichOneof("event") != kind:
+            raise DriverError(f"target: expected {kind}, got {message}")
+        return getattr(message, kind)
+
+
+class _DrafterStream:
+    """PlanDriver's stream to the drafter, likewise."""
+
+    def __init__(
+        self, info: Any, speculator: Any, config: Any, channel: Any, target_info: Any, make_device_steps: Any
+    ) -> None:
+        from drafter_service.channels import AttachedChannel, AttachOutcome
+        from drafter_service.core import DrafterCore
+        from drafter_service.streams import GatewayStream
+        from engine.outbox import Outbox
+
+        def attach(stream: Any, address: str) -> None:
+            attached = AttachedChannel(
+                channel, address, target_info.instance_id, target_info.max_model_len, detach=lambda: None
+            )
+            self._core.run(stream, AttachOutcome(address, attached), 0, 0.0)
+
+        self._steps: Any = None
+
+        def make_steps(residents: Any) -> Any:
+            self._steps = make_device_steps(residents)
+            return self._steps
+
+        self._core = DrafterCore(info, speculator, config.num_seats, RUN_S, attach, make_steps)
+        self._stream = GatewayStream(1, Outbox(MAX_EVENTS, lambda: None))
+
+    async def send(self, message: Any) -> None:
+        from drafter_service.codec import command_from_proto
+
+        command = command_from_proto(message)
+        self._core.collect()
+        while not self._core.run(self._stream, command, 0, 0.001):
+            self._core.collect()
+
+    async def event(self, kind: str) -> Any:
+        from drafter_service.codec import event_to_proto
+
+        end = time.monotonic() + RUN_S
+        while (event := self._stream.outbox.take(0.0)) is None:
+            if time.monotonic() > end:
+                raise DriverError(f"drafter: no {kind} came")
+            self._steps.wait(0.01)
+            self._core.collect()
+        message = event_to_proto(event)
+        if message.WhichOneof("event") != kind:
+            raise DriverError(f"drafter: expected {kind}, got {message}")
+        return getattr(message, kind)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -96,8 +96,20 @@ class _Row:
 Planned = tuple[_Row, common_pb2.RowPlan]
 
 
-class _Stream:
-    """Commands out, events in, for one service."""
+class EventStream(Protocol):
+    """Commands out, events in, for one service; protobuf messages."""
+
+    async def send(self, message: Any) -> None:
+        """One command."""
+        ...
+
+    async def event(self, kind: str) -> Any:
+        """The next event, which must be of that kind. DriverError: it is another."""
+        ...
+
+
+class _GrpcStream:
+    """A Serve stream of a service process."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -119,10 +131,16 @@ class PlanDriver:
     """`async with` it. One stream to the target and, unless `drafter` is None, one to the drafter, on one channel."""
 
     def __init__(
-        self, target: str, drafter: str | None, name: str = "benchmark", deadline_ms: int = STEP_DEADLINE_MS
+        self,
+        target: str | EventStream,
+        drafter: str | EventStream | None,
+        name: str = "benchmark",
+        deadline_ms: int = STEP_DEADLINE_MS,
     ) -> None:
-        """deadline_ms: how long the services wait for each other in a step."""
-        self._addresses = (target, drafter)
+        """target, drafter: addresses, or streams that are there. deadline_ms: how long the services wait for each other
+        in a step.
+        """
+        self._services = (target, drafter)
         self._deadline_ms = deadline_ms
         self._name = name
         self._seq = 0
@@ -133,24 +151,32 @@ class PlanDriver:
         self.info: Any = None
 
     async def __aenter__(self) -> PlanDriver:
-        target, drafter = self._addresses
+        target, drafter = self._services
         self._stack = contextlib.AsyncExitStack()
         async with asyncio.timeout(START_S):
             await self._connect(target, drafter)
         return self
 
-    async def _connect(self, target: str, drafter: str | None) -> None:
-        channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(target, options=OPTIONS))
-        self._target = _Stream(target_pb2_grpc.TargetServiceStub(channel).Serve())
+    async def _connect(self, target: str | EventStream, drafter: str | EventStream | None) -> None:
+        self._target: EventStream
+        if isinstance(target, str):
+            channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(target, options=OPTIONS))
+            self._target = _GrpcStream(target_pb2_grpc.TargetServiceStub(channel).Serve())
+        else:
+            self._target = target
         await self._target.send(target_pb2.TargetCommand(hello=target_pb2.TargetHello(gateway_id=self._name)))
         self.info = await self._target.event("info")
-        self._drafter: _Stream | None = None
-        if drafter is not None:
+        self._drafter: EventStream | None = None
+        if isinstance(drafter, str):
             channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(drafter, options=OPTIONS))
-            self._drafter = _Stream(drafter_pb2_grpc.DrafterServiceStub(channel).Serve())
+            self._drafter = _GrpcStream(drafter_pb2_grpc.DrafterServiceStub(channel).Serve())
+        else:
+            self._drafter = drafter
+        if self._drafter is not None:
+            address = target if isinstance(target, str) else "here"
             await self._drafter.send(drafter_pb2.DrafterCommand(hello=drafter_pb2.DrafterHello(gateway_id=self._name)))
             await self._drafter.event("info")
-            await self._drafter.send(drafter_pb2.DrafterCommand(open=drafter_pb2.OpenChannel(target_address=target)))
+            await self._drafter.send(drafter_pb2.DrafterCommand(open=drafter_pb2.OpenChannel(target_address=address)))
             self.channel = await self._drafter.event("opened")
             if not self.channel.ok:
                 raise DriverError(f"the drafter opened no channel: {self.channel.detail}")

@@ -174,7 +174,7 @@ async def measure(
         services = stack.enter_context(Services(scratch / "split", str(setting.model), target, drafter, env))
         one = None
         if "c" in setting.ways:
-            one = stack.enter_context(OneProcess(scratch / "one", str(setting.model), target, drafter, env))
+            one = stack.enter_context(OneProcess(scratch / "one", str(setting.model), target, drafter))
         if device.type == "cuda":
             torch.zeros(1, device=device)  # this process's own start, beside theirs
         services.wait_ready()
