@@ -170,7 +170,7 @@ def main() -> None:
     drafter = {"method": "eagle3", "checkpoint": options.head, "max_draft_len": options.draft_len, **both}
     gateway = {"depth": 3, "step_deadline_ms": DEADLINE_MS, "reconnect_max_s": 0.05}
     target = {**both, "num_blocks": 4096}
-    with tempfile.TemporaryDirectory() as scratch, shared_gpu(torch.device(options.device), Path(scratch) / "mps"):
+    with tempfile.TemporaryDirectory() as scratch, shared_gpu(torch.device(options.device)):
         with running_stack(Path(scratch), fetch_model(options.model), target, drafter, gateway) as stack:
             result = measure(stack, prompts, options.tokens, options.draft_len, BusySampler(0 if cuda else None))
     table = Table("figure", "value", title=f"drafter killed under {options.streams} streams, {options.dtype}")

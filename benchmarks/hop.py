@@ -16,11 +16,9 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,13 +179,12 @@ def main() -> None:
         return
     shared = options.devices[0] == options.devices[1] and not simulated
     result: dict[str, Any] = {"devices": options.devices, "rounds": options.rounds, "hop_us": {}}
-    with tempfile.TemporaryDirectory() as scratch:
-        if shared:
-            with shared_gpu(torch.device("cuda"), Path(scratch)) as env:
-                if env:
-                    result["hop_us"]["MPS"] = measure(options.devices, options.rounds, options.repeats)
-        name = "no MPS" if shared else "simulated" if simulated else "two GPUs"
-        result["hop_us"][name] = measure(options.devices, options.rounds, options.repeats)
+    if shared:
+        with shared_gpu(torch.device("cuda")) as env:
+            if env:
+                result["hop_us"]["MPS"] = measure(options.devices, options.rounds, options.repeats)
+    name = "no MPS" if shared else "simulated" if simulated else "two GPUs"
+    result["hop_us"][name] = measure(options.devices, options.rounds, options.repeats)
     table = Table("between", "empty", "with data", title="a hop, microseconds")
     for name, figures in result["hop_us"].items():
         table.add_row(name, *(f"{figures[key]:.1f}" for key in ("empty", "with data")))

@@ -1,13 +1,15 @@
 """How do a benchmark's processes share one GPU?
 
-Under a Multi-Process Service daemon of its own, whose pipe and log folders belong to the run, so that kernels of
-several processes need no context switch between them and nobody else's daemon is touched. No setting of the device is
-changed. Without the daemon's program everything works, an order of magnitude slower from one process to the other.
+Under a Multi-Process Service daemon of its own, as `outrider up` has one (gateway/stack/mps_guard.py): kernels of
+several processes then need no context switch between them, nobody else's daemon is touched, no setting of the device is
+changed, and the daemon ends when this process does. Without one everything works, an order of magnitude slower from one
+process to the other.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +18,10 @@ from pathlib import Path
 
 import torch
 
-CONTROL = "nvidia-cuda-mps-control"
-ANSWER_S = 20.0
+from gateway.stack import mps_guard
+
+ANSWER_S = 2 * mps_guard.START_S + 5.0
+PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 
 
 def has_gpu() -> bool:
@@ -26,43 +30,43 @@ def has_gpu() -> bool:
 
 
 @contextmanager
-def shared_gpu(device: torch.device, directory: Path) -> Iterator[dict[str, str]]:
+def shared_gpu(device: torch.device) -> Iterator[dict[str, str]]:
     """Inside, this process (if it has not used CUDA yet) and its children share the GPU through a daemon.
 
-    Yields the environment that says so, which is in ours too meanwhile: empty on a CPU and where no daemon started.
+    Yields the environment that says so, which is in ours too meanwhile: empty on a CPU, where no daemon started, and
+    where there is one already.
     """
-    env = _start(directory) if device.type == "cuda" else {}
-    before = {key: os.environ.get(key) for key in env}
+    if device.type != "cuda" or PIPE_DIRECTORY in os.environ:
+        yield {}
+        return
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(mps_guard.__file__))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    env = _wait_ready(guard)
     os.environ.update(env)
     try:
         yield env
     finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
-        if env:
-            _control(env, "quit")
+        for key in env:
+            del os.environ[key]
+        assert guard.stdin is not None  # it was asked for
+        guard.stdin.close()
+        try:
+            guard.wait(mps_guard.QUIT_S + 10.0)
+        except subprocess.TimeoutExpired:
+            guard.kill()
+            guard.wait()
 
 
-def _start(directory: Path) -> dict[str, str]:
-    env = {}
-    for key, name in (("CUDA_MPS_PIPE_DIRECTORY", "pipe"), ("CUDA_MPS_LOG_DIRECTORY", "log")):
-        (directory / name).mkdir(parents=True, exist_ok=True)
-        env[key] = str(directory / name)
-    try:
-        subprocess.run([CONTROL, "-d"], env={**os.environ, **env}, check=True, timeout=ANSWER_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"no MPS daemon ({error}): processes take turns on the GPU, which is slow", file=sys.stderr)
-        return {}
-    return env
-
-
-def _control(env: dict[str, str], command: str) -> None:
-    try:
-        subprocess.run(
-            [CONTROL], input=f"{command}\n", text=True, env={**os.environ, **env}, timeout=ANSWER_S, check=False
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"the MPS daemon did not answer: {error}", file=sys.stderr)
+def _wait_ready(guard: subprocess.Popen[bytes]) -> dict[str, str]:
+    assert guard.stdout is not None  # it was asked for
+    ready, _, _ = select.select([guard.stdout], [], [], ANSWER_S)
+    line = guard.stdout.readline().decode(errors="replace").strip() if ready else "failed it did not answer"
+    word, _, rest = line.partition(" ")
+    if word == "ready":
+        return mps_guard.environment(Path(rest))
+    print(f"no MPS daemon ({rest}): processes take turns on the GPU, which is slow", file=sys.stderr)
+    return {}

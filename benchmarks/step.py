@@ -170,7 +170,7 @@ async def measure(
     async with contextlib.AsyncExitStack() as stack:
         env = {}
         if setting.drafter_device == setting.device:
-            env = stack.enter_context(shared_gpu(device, scratch / "mps"))
+            env = stack.enter_context(shared_gpu(device))
         services = stack.enter_context(Services(scratch / "split", str(setting.model), target, drafter, env))
         one = None
         if "c" in setting.ways:

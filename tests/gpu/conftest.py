@@ -15,9 +15,9 @@ from tests.gpu.fleet import DEVICE, Fleet
 
 
 @pytest.fixture(scope="session")
-def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def mps() -> Iterator[dict[str, str]]:
     """The environment that makes processes share the GPU; it is in ours too."""
-    with shared_gpu(torch.device(DEVICE), tmp_path_factory.mktemp("mps")) as env:
+    with shared_gpu(torch.device(DEVICE)) as env:
         yield env
 
 
