@@ -14,9 +14,9 @@ from kernels.attention.interface import AttentionBackend
 from kernels.attention.reference_backend import ReferenceAttention
 from kernels.attention.torch_backend import TorchAttention
 
-BACKENDS = ("torch", "triton", "reference")
+BACKENDS = ("torch", "triton", "flashinfer", "reference")
 # What a backend imports that may not be installed.
-_LIBRARIES = {"triton": "triton"}
+_LIBRARIES = {"triton": "triton", "flashinfer": "flashinfer"}
 
 
 def available_backends() -> tuple[str, ...]:
@@ -41,6 +41,10 @@ def make_attention(
         from kernels.attention.triton_backend import TritonAttention
 
         return TritonAttention(num_heads, num_kv_heads, head_dim, scale, window)
+    if name == "flashinfer":
+        from kernels.attention.flashinfer_backend import FlashInferAttention
+
+        return FlashInferAttention(num_heads, num_kv_heads, head_dim, scale, window)
     if name == "reference":
         return ReferenceAttention(num_heads, num_kv_heads, head_dim, scale, window)
     return TorchAttention(num_heads, num_kv_heads, head_dim, scale, window)

@@ -95,12 +95,13 @@ def run_commit(kernel: Callable[..., None], device: torch.device, width: int = 3
         ints(3, 0, 1, 4, -1, -1),
         ints(3, 3, 5, 6, 3, 0),
         ints(-1, -1, 0, 6, -1, -1),
-        ints(2, 1, 0, 0, 2, 2),
+        ints(width - 1, min(1, width - 1), 0, 0, 2, 2),
         ints(1),
         ints(10, 11, 12, 13, 14, 15),
         torch.arange(6) + 70,
     ]
     outputs = [
+        torch.full((rows,), POISON, dtype=torch.int32),
         torch.full((rows,), POISON, dtype=torch.int32),
         torch.full((rows,), POISON, dtype=torch.int32),
         torch.full((rows,), POISON, dtype=torch.int64),
@@ -109,7 +110,7 @@ def run_commit(kernel: Callable[..., None], device: torch.device, width: int = 3
     inputs = [tensor.to(device) for tensor in inputs]
     outputs = [tensor.to(device) for tensor in outputs]
     kernel(*inputs, *outputs)
-    names = ["num_sampled", "num_rejected", "anchors", "table"]
+    names = ["query_lens", "num_sampled", "num_rejected", "anchors", "table"]
     found: dict[str, Any] = {name: output.tolist() for name, output in zip(names, outputs, strict=True)}
     return {**found, "context_lens": inputs[7].tolist(), "seat_anchors": inputs[8].tolist()}
 

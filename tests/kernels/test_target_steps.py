@@ -61,7 +61,8 @@ def test_batch_with_rows_of_one_length() -> None:
 def test_commit() -> None:
     found = run_commit(commit_rows, CPU)
     assert found["num_sampled"] == [2, 1, 1, 0, 0, 0]
-    assert found["num_rejected"] == [1, 2, 0, 0, 0, 0]
+    assert found["query_lens"] == [3, 2, 5, 6, 0, 0]
+    assert found["num_rejected"] == [1, 1, 0, 0, 0, 0]
     assert found["anchors"] == [101, 103, 106, -1, -1, -1]
     assert found["context_lens"] == [11, 16, 12, 15, 20, 15]
     assert found["seat_anchors"] == [103, 106, 72, 101, 74, 75]

@@ -23,7 +23,11 @@ NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="the packa
 WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/kernels/triton runs on it")
 
 # Of the references, what is a building block of theirs and has another form in Triton.
-NOT_TWINS = {"philox": {"philox4x32"}, "slot_mapping": {"slots_of", "token_rows"}}
+NOT_TWINS = {
+    "philox": {"philox4x32"},
+    "slot_mapping": {"slots_of", "token_rows"},
+    "linear": {"linear", "linear_silu_mul"},  # `skinny_linear` is both, and is told its tiling
+}
 
 
 def functions(path: Path) -> dict[str, str]:

@@ -43,6 +43,7 @@ from kernels.triton import (
     target_inputs,
     verify,
 )
+from tests.kernels.triton.device import call
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -96,15 +97,16 @@ def target_step_kernels() -> None:
     seats = (ints(rows), ints(rows), ints(rows), ints(rows), ints(rows))
     outputs = (ints(rows), ints(rows), longs(rows, width), ints(rows), longs(rows), flags, ints(1))
     for reply in ((None, None, None), (header, longs(rows, 7), None), (header, longs(rows, 7), flags)):
-        take_drafts.take_drafts(*reply, 7, 1, rows, 128256, 4, *seats, ints(99), header, *outputs)
+        call(take_drafts.take_drafts, *reply, 7, 1, rows, 128256, 4, *seats, ints(99), header, *outputs)
     commit_rows.commit_rows(
         *(longs(rows, width + 1), ints(rows), ints(rows), ints(rows), ints(rows), ints(rows), ints(1)),
-        *(ints(99), longs(99), ints(rows), ints(rows), longs(rows), longs(rows, 5 + width + 1)),
+        *(ints(99), longs(99), ints(rows), ints(rows), ints(rows), longs(rows), longs(rows, 5 + width + 1)),
     )
     for hidden_width in (0, 3 * 576, 3 * 4096):
         hidden = torch.zeros((tokens, hidden_width), dtype=torch.bfloat16) if hidden_width else None
         for tables in (None, ints(rows, 2048)):
-            ring_entry.write_ring_entry(
+            call(
+                ring_entry.write_ring_entry,
                 *(1, tokens, ints(rows + 1), ints(rows), ints(rows), ints(rows), ints(rows), ints(rows)),
                 *(longs(rows), longs(rows), torch.zeros(rows), longs(rows), longs(tokens), longs(tokens)),
                 *(longs(tokens), tables, hidden, header, ints(rows + 1), ints(rows), ints(rows), ints(rows)),
