@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 
-from drafter_service.assembly import make_info, make_speculator
+from drafter_service.assembly import make_device_program, make_info, make_speculator
 from drafter_service.config import DrafterConfig
 from drafter_service.server import DrafterServer
 from engine.config_file import load_model_name, load_section
@@ -30,14 +31,24 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_section(options.config, "drafter", DrafterConfig)
         model = load_model_name(options.config, options.model) if config.method == "eagle3" else None
         speculator = make_speculator(config, model)
-        server = DrafterServer(config, make_info(config, speculator), speculator)
+        program = make_device_program(config, speculator)
+        server = DrafterServer(config, make_info(config, speculator), speculator, program)
     except OutriderError as error:
         print(f"drafter_service: {error}", file=sys.stderr)
         return 2
     server.start()
-    print(f"drafter ready on {server.address} method={config.method} draft_len<={config.max_draft_len}", flush=True)
+    execution = "host" if program is None else "device"
+    print(
+        f"drafter ready on {server.address} method={config.method} draft_len<={config.max_draft_len} "
+        f"device={config.device} dtype={config.dtype} execution={execution}",
+        flush=True,
+    )
     while not stop.wait(WATCH_S) and not server.failed.is_set():
         pass
+    if server.device_error is not None:
+        # Whatever is left to give back would go through the same broken context, and may hang in it.
+        print(f"drafter_service: the GPU failed: {server.device_error}", file=sys.stderr, flush=True)
+        os._exit(1)
     server.stop()
     return 1 if server.failed.is_set() else 0
 

@@ -10,12 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from drafter_service.config import DrafterConfig
+from drafter_service.device.local import LocalDrafter
+from drafter_service.device.making import make_program
+from drafter_service.device.program import DeviceOptions, DrafterProgram
+from drafter_service.device.shapes import graph_rows_within
 from drafter_service.draft_model import DraftModelSpeculator
-from drafter_service.eagle3.checkpoint import load_head, random_head
+from drafter_service.eagle3.checkpoint import dummy_head, load_head, random_head
 from drafter_service.eagle3.config import Eagle3Config
 from drafter_service.eagle3.head import Eagle3Head
 from drafter_service.eagle3.speculator import Eagle3Speculator
@@ -29,6 +34,8 @@ from engine.fetch import fetch_model
 from engine.model_config import ModelConfig
 from engine.weights import SafetensorsWeights
 
+# Attention backends that may run ahead of the host (kernels/attention/registry.py).
+_WITHOUT_HOST_LENGTHS = ("triton", "reference")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -39,6 +46,7 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    _use_device(torch.device(config.device))
     settings = CacheSettings(
         num_seats=config.num_seats,
         max_tokens=config.max_step_tokens,
@@ -60,12 +68,57 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
             if config.checkpoint is None:
                 raise ConfigError("drafter.checkpoint", "is required with method draft_model")
             with _naming_the_checkpoint(config.checkpoint):
-                decoder = Decoder.load(fetch_model(config.checkpoint), _DTYPES[config.dtype], config.device)
+                directory = fetch_model(config.checkpoint)
+                decoder = Decoder.load(directory, _DTYPES[config.dtype], config.device, config.load_format)
             return DraftModelSpeculator(decoder, settings)
         case "eagle3":
             if target_model is None:
                 raise ConfigError("model", "method eagle3 reads the target's embedding, so it must be named")
             return _eagle3(config, settings, fetch_model(target_model))
+
+
+def execution_of(config: DrafterConfig) -> Literal["host", "device"]:
+    """How steps run. ConfigError: `device` was asked for, and method or attention cannot."""
+    reason = None
+    if config.method == "ngram":
+        reason = "method ngram reads tokens on the host"
+    elif config.attention not in _WITHOUT_HOST_LENGTHS:
+        reason = f"attention {config.attention!r} needs the rows' lengths on the host"
+    if config.execution == "device" and reason is not None:
+        raise ConfigError("drafter.execution", f"`device` cannot be had: {reason}")
+    on_gpu = torch.device(config.device).type == "cuda"
+    chosen = config.execution if config.execution != "auto" else "device" if on_gpu and reason is None else "host"
+    if chosen == "host" and config.metadata_shadow:
+        raise ConfigError(
+            "drafter.metadata_shadow", "compares what device execution builds; this drafter runs on the host"
+        )
+    return chosen
+
+
+def make_device_program(config: DrafterConfig, speculator: Speculator) -> DrafterProgram | None:
+    """The speculator's device form, compiled and captured; None with host execution."""
+    if execution_of(config) == "host":
+        return None
+    options = DeviceOptions(
+        graph_rows=graph_rows_within(config.graph_rows, config.num_seats),
+        cuda_graphs=config.cuda_graphs,
+        fused=config.metadata_fusion != "off",
+        shadow=config.metadata_shadow,
+    )
+    program = make_program(speculator, options)
+    program.warm_up()
+    if program.device.type == "cuda":
+        torch.cuda.synchronize(program.device)  # steps run on another stream than what made their weights
+    return program
+
+
+def make_local_drafter(config: DrafterConfig, target_model: str | None) -> LocalDrafter:
+    """A drafter without RPCs, whose steps run on the caller's current stream. ConfigError, ModelError as above."""
+    speculator = make_speculator(config, target_model)
+    program = make_device_program(config, speculator)
+    if program is None:
+        raise ConfigError("drafter.execution", "a drafter in the target's process needs device execution")
+    return LocalDrafter(speculator, program, config.num_seats, config.max_entry_wait_s)
 
 
 def make_info(config: DrafterConfig, speculator: Speculator) -> ServiceInfo:
@@ -82,6 +135,17 @@ def make_info(config: DrafterConfig, speculator: Speculator) -> ServiceInfo:
         version=package_version,
         vocab_size=speculator.needs.vocab_size,
     )
+
+
+def _use_device(device: torch.device) -> None:
+    """Make it this thread's: kernels are launched where the thread is. ConfigError: there is no such device."""
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError("drafter.device", f"{device}: torch {torch.__version__} sees no CUDA device here")
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError("drafter.device", f"{device}: there are {torch.cuda.device_count()} devices")
+    torch.cuda.set_device(device)
 
 
 @contextmanager
@@ -102,9 +166,11 @@ def _naming_the_checkpoint(name: str | None) -> Iterator[None]:
 def _eagle3(config: DrafterConfig, settings: CacheSettings, target_directory: Path) -> Eagle3Speculator:
     target = ModelConfig.from_directory(target_directory)
     dtype, device = _DTYPES[config.dtype], torch.device(config.device)
+    dummy = config.load_format == "dummy"
     if config.checkpoint is not None:
         with _naming_the_checkpoint(config.checkpoint):
-            head = load_head(fetch_model(config.checkpoint), dtype, device)
+            directory = fetch_model(config.checkpoint)
+            head = dummy_head(directory, dtype, device) if dummy else load_head(directory, dtype, device)
     elif config.random_head is not None:
         head = _random_head(config, target, dtype, device)
     else:
@@ -114,7 +180,11 @@ def _eagle3(config: DrafterConfig, settings: CacheSettings, target_directory: Pa
             "drafter.checkpoint",
             f"the head reads hidden states of {head.config.target_hidden_size}, the model's are {target.hidden_size}",
         )
-    if head.embed_tokens is None:
+    if head.embed_tokens is None and dummy:
+        shape = (target.vocab_size, target.hidden_size)
+        with _naming_the_checkpoint(config.checkpoint):
+            head.attach_embedding(torch.randn(shape, dtype=dtype, device=device))
+    elif head.embed_tokens is None:
         with SafetensorsWeights(target_directory) as weights:
             shape = (target.vocab_size, target.hidden_size)
             embedding = weights.get("model.embed_tokens.weight", shape)

@@ -6,13 +6,15 @@ naming the key.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from drafter_service.device.shapes import DEFAULT_GRAPH_ROWS
 from engine.config_file import SectionModel
 
-ChannelKind = Literal["shm", "bytes"]
+ChannelKind = Literal["cuda_ipc", "shm", "bytes"]
 Method = Literal["eagle3", "draft_model", "ngram"]
 
 
@@ -26,6 +28,12 @@ def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ValueError("must be HOST:PORT")
+    return value
+
+
+def _device(value: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", value) is None:
+        raise ValueError("must be cpu, cuda or cuda:N")
     return value
 
 
@@ -60,11 +68,19 @@ class DrafterConfig(SectionModel):
     drafter_id: stable over restarts. method: how it drafts.
     checkpoint: of the EAGLE-3 head or the draft model: a directory, a hub id, or a built-in name. `eagle3` without one
     needs random_head.
+    device: cpu, cuda or cuda:N. attention: torch needs the rows' lengths on the host, triton and reference do not.
+    execution: `host` reads every ring entry before it drafts; `device` puts a step on the device when its plan comes,
+    before its entry is there; `auto` is device where it is cuda and method and attention allow it.
+    load_format: `dummy` makes random weights of the checkpoint's shape, from its config.json alone.
+    cuda_graphs: run what follows a step of decode rows as captured graphs, padded to one of graph_rows rows.
+    metadata_fusion: the metadata of all KV groups in one launch (`auto`, `on`) or by each group's own builder, with
+    device execution. metadata_shadow: do both and compare every element that a replay reads; ends the drafter where
+    they differ. For debugging.
     num_blocks: KV blocks that requests can hold at once. max_model_len: None, the model's own; never above it.
     max_step_tokens: tokens of the largest step it can follow; at least the target's max_step_tokens.
     metadata_source: `build`, from our own blocks; `reuse`, the target's (its block_size, and at least its num_blocks).
     draft_sampling: `greedy`, or `probabilistic`: draw drafts for unseeded sampling rows and publish probabilities.
-    channel_kinds: kinds to offer, best first.
+    channel_kinds: kinds to offer, best first; `cuda_ipc` goes with device execution, the others with host execution.
     max_entry_wait_s: the longest wait for one step of a live target. heartbeat_deadline_s: a target whose heartbeat is
     older is not waited for.
     command_queue, event_queue: bounds of what one gateway may have waiting either way.
@@ -78,9 +94,13 @@ class DrafterConfig(SectionModel):
     checkpoint: str | None = Field(None, min_length=1)
     random_head: RandomHeadConfig | None = None
     ngram: NgramConfig = NgramConfig()
-    device: Literal["cpu"] = "cpu"
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    attention: Literal["torch"] = "torch"
+    attention: Literal["torch", "triton", "flashinfer", "reference"] = "torch"
+    execution: Literal["auto", "host", "device"] = "auto"
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    cuda_graphs: bool = True
+    graph_rows: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = DEFAULT_GRAPH_ROWS
     block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(16, ge=1, le=1024)
     num_blocks: int = Field(4096, ge=1, le=1 << 24)
     num_seats: int = Field(32, ge=1, le=4096)
@@ -88,10 +108,12 @@ class DrafterConfig(SectionModel):
     max_draft_len: int = Field(7, ge=1, le=64)
     max_step_tokens: int = Field(4096, ge=1, le=1 << 20)
     metadata_source: Literal["build", "reuse"] = "build"
+    metadata_fusion: Literal["auto", "on", "off"] = "auto"
+    metadata_shadow: bool = False
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     prefix_caching: bool = True
     threads: int | None = Field(None, ge=1, le=1024)
-    channel_kinds: tuple[ChannelKind, ...] = Field(("shm", "bytes"), min_length=1)
+    channel_kinds: tuple[ChannelKind, ...] = Field(("cuda_ipc", "shm", "bytes"), min_length=1)
     attach_timeout_s: float = Field(5.0, gt=0, le=600)
     heartbeat_deadline_s: float = Field(2.0, gt=0, le=600)
     max_entry_wait_s: float = Field(30.0, gt=0, le=3600)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from drafter_service.choosing import DraftChooser
+from drafter_service.entries import entry_on
 from drafter_service.metadata import MetadataBuilder
 from drafter_service.residency import Resident, Warmth
 from drafter_service.settings import CacheSettings
@@ -140,7 +141,8 @@ class DraftModelSpeculator:
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftProposal:
         """See Speculator.propose."""
-        entry, started = batch.entry, time.perf_counter()
+        started = time.perf_counter()
+        entry = entry_on(batch.entry, self._decoder.device)
         runs = self._plan_runs(batch.rows)
         if not runs:
             return empty_proposal(entry.num_rows)

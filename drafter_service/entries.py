@@ -7,6 +7,8 @@ before anything is indexed by them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -39,6 +41,18 @@ def copy_entry(entry: RingEntry, with_hidden: bool, with_layout: bool) -> RingEn
         slot_mapping=entry.slot_mapping.clone() if with_layout else nothing,
         block_tables=entry.block_tables.clone() if with_layout else nothing,
     )
+
+
+def entry_on(entry: RingEntry, device: torch.device) -> RingEntry:
+    """The entry with its tensors on `device`; itself where they are there."""
+    if entry.positions.device == device:
+        return entry
+    tensors: dict[str, Any] = {
+        field.name: value.to(device)
+        for field in fields(entry)
+        if isinstance(value := getattr(entry, field.name), torch.Tensor)
+    }
+    return replace(entry, **tensors)
 
 
 def check_entry(entry: RingEntry, spec: ChannelSpec, num_rows: int) -> None:

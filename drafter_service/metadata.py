@@ -126,16 +126,19 @@ class MetadataBuilder:
 
     def draft_step(self, num_rows: int) -> AttentionMetadata:
         """The present draft step's metadata: views of the persistent buffers, one query token a row."""
-        lens_np = None if self._step_seq_lens_np is None else self._step_seq_lens_np[:num_rows]
         starts = self.step_query_start_loc[: num_rows + 1]
+        if self._step_seq_lens_np is not None:
+            lens_np = self._step_seq_lens_np[:num_rows]
+        else:  # some backends need them on the host; whoever must not wait uses device/metadata.py
+            lens_np = self.step_seq_lens[:num_rows].cpu().numpy()
         return AttentionMetadata(
             query_start_loc=starts,
             seq_lens=self.step_seq_lens[:num_rows],
             block_tables=self._tables[:num_rows],
             slot_mapping=self.step_slots[:num_rows],
             max_query_len=1,
-            max_seq_len=self.max_len if lens_np is None else int(lens_np.max(initial=0)),
-            query_start_loc_np=None if lens_np is None else starts.numpy(),
+            max_seq_len=int(lens_np.max(initial=0)),
+            query_start_loc_np=np.arange(num_rows + 1, dtype=np.int32),
             seq_lens_np=lens_np,
         )
 

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -18,6 +19,8 @@ from drafter_service.channels import AttachOutcome
 from drafter_service.clients import TargetConnector
 from drafter_service.config import DrafterConfig
 from drafter_service.core import DrafterCore
+from drafter_service.device.making import make_device_steps
+from drafter_service.device.program import DrafterProgram
 from drafter_service.device_thread import DeviceThread
 from drafter_service.messages import ServiceInfo
 from drafter_service.servicer import SERVICE_NAME, DrafterServicer, add_drafter_servicer
@@ -36,8 +39,12 @@ DRAIN_POLL_S = 0.05
 class DrafterServer:
     """Owner of the gRPC server, the device thread and the target connector."""
 
-    def __init__(self, config: DrafterConfig, info: ServiceInfo, speculator: Speculator) -> None:
-        """Bind the address. ConfigError when it cannot be."""
+    def __init__(
+        self, config: DrafterConfig, info: ServiceInfo, speculator: Speculator, program: DrafterProgram | None = None
+    ) -> None:
+        """Bind the address. program: the speculator's device form, None with host execution. ConfigError when the
+        address cannot be had.
+        """
         self._drain_s = config.drain_s
         self._connector = TargetConnector(
             speculator.needs,
@@ -46,6 +53,7 @@ class DrafterServer:
             config.channel_kinds,
             config.attach_timeout_s,
             config.heartbeat_deadline_s,
+            device=None if program is None else program.device,
         )
         inboxes = Inboxes(config.command_queue)
 
@@ -58,8 +66,13 @@ class DrafterServer:
             config.num_seats,
             config.max_entry_wait_s,
             lambda stream, address: self._connector.start_attach(stream, address, submit),
+            None
+            if program is None
+            else lambda residents: make_device_steps(
+                program, speculator.needs, residents, config.max_entry_wait_s, inboxes.nudge
+            ),
         )
-        self._device = DeviceThread(core, inboxes, config.threads, config.check_integrity)
+        self._device = DeviceThread(core, inboxes, config.threads, config.check_integrity, torch.device(config.device))
         self._servicer = DrafterServicer(self._device, config.event_queue)
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="rpc")
@@ -83,6 +96,11 @@ class DrafterServer:
         except RuntimeError as error:
             raise ConfigError("drafter.listen", f"cannot listen on {config.listen}: in use or not ours") from error
         self.address = f"{host}:{port}"
+
+    @property
+    def device_error(self) -> str | None:
+        """What the GPU failed with, where that ended the device thread: the process can only end at once."""
+        return self._device.device_error
 
     @property
     def failed(self) -> threading.Event:

@@ -140,7 +140,10 @@ class StepRunner:
 
     def _publish(self, link: ChannelLink, plan: StepRequest, proposal: DraftProposal) -> bool:
         try:
-            link.attached.host_channel.publish_reply(plan.seq, proposal.tokens, proposal.probs, proposal.has_probs)
+            parts = (proposal.tokens, proposal.probs, proposal.has_probs)
+            tokens, probs, has_probs = (None if part is None else part.cpu() for part in parts)
+            assert tokens is not None
+            link.attached.host_channel.publish_reply(plan.seq, tokens, probs, has_probs)
         except ChannelError:  # the channel is closed: whoever opens the next one starts afresh
             return False
         return True

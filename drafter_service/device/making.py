@@ -11,7 +11,7 @@ from drafter_service.device.program import DeviceOptions, DrafterProgram
 from drafter_service.device.steps import DeviceSteps
 from drafter_service.eagle3.speculator import Eagle3Speculator
 from drafter_service.residency import Residents
-from drafter_service.speculator import Speculator
+from drafter_service.speculator import ChannelNeeds, Speculator
 from engine.errors import ConfigError
 from kernels.kernel_set import KernelSet, kernels_for
 
@@ -27,18 +27,20 @@ def make_program(speculator: Speculator, options: DeviceOptions, kernels: Kernel
 
 
 def make_device_steps(
-    program: DrafterProgram, residents: Residents, max_wait_s: float, on_done: Callable[[], None]
+    program: DrafterProgram, needs: ChannelNeeds, residents: Residents, max_wait_s: float, on_done: Callable[[], None]
 ) -> DeviceSteps:
     """The runner of a program's steps, ready. on_done: called from another thread when steps are to be collected."""
     completions = Completions(on_done)
     name = kernels_for(program.device).name
     steps = DeviceSteps(
         program,
+        needs,
         residents,
         max_wait_s,
         completions,
         import_module(f"kernels.{name}.take_entry").take_entry,
         import_module(f"kernels.{name}.finish_reply").finish_reply,
     )
+    steps.warm_up()
     completions.start()
     return steps

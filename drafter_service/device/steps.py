@@ -23,8 +23,10 @@ from drafter_service.device.plan_buffers import ReportLayout, StepBuffers
 from drafter_service.device.program import DrafterProgram
 from drafter_service.messages import DraftTimes, StepReport, StepRequest
 from drafter_service.residency import Resident, Residents, Warmth
+from drafter_service.speculator import ChannelNeeds
 from engine.channel.device import DeviceDrafterEnd, ReplyViews
 from engine.channel.interface import ChannelSpec, RingEntry
+from engine.channel.local import LocalChannel
 from engine.errors import ChannelError, IntegrityError, ProtocolError
 from kernels.reference import take_entry as take
 from kernels.reference.take_entry import EntryTensors
@@ -81,6 +83,7 @@ class DeviceSteps:
     def __init__(
         self,
         program: DrafterProgram,
+        needs: ChannelNeeds,
         residents: Residents,
         max_wait_s: float,
         completions: Completions,
@@ -92,6 +95,7 @@ class DeviceSteps:
         self._max_wait_s = max_wait_s
         self._completions = completions
         self._take_entry, self._finish_reply = take_entry, finish_reply
+        self._needs = needs
         self.host_times = HostTimes()
         on_gpu = program.device.type == "cuda"
         self._on_gpu = on_gpu
@@ -116,6 +120,32 @@ class DeviceSteps:
             raise ChannelError(
                 f"drafter.num_seats: {self._program.max_rows} is less than the {spec.max_rows} rows of a step"
             )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the kernels around the program's own, on a channel of one row that nobody uses."""
+        program, needs = self._program, self._needs
+        for draft_probs in sorted({False, needs.draft_probs}):
+            spec = ChannelSpec(
+                *("warm-up", 1, 1, 1, 1, program.max_draft_len, 0, torch.float32, max(needs.vocab_size, 1)),
+                *(1, 1, 1, draft_probs),
+            )
+            end = LocalChannel(spec, program.device).drafter
+            header, entry = end.ring(1)
+            reply, taken = end.reply(1), program.taken.sized(1, 1)
+            layout = None if program.layout is None else program.layout.sized(1, 1)
+            plan = torch.full((take.PLAN_FIELDS, 1), -1, dtype=torch.int32, device=program.device)
+            changes = self._plan[:0].view(2, 0)
+            self._take_entry(
+                *(_entry_tensors(header, entry), plan, changes, 1, 1, 1, spec.vocab_size, program.max_len),
+                *(self._seat_state, program.tables.device, reply.header, taken, layout),
+            )
+            self._finish_reply(
+                *(header, 1, 1, 1, program.drafts, taken, self._seat_state, reply.header),
+                *(reply.tokens, reply.has_probs),
+            )
+        if self._on_gpu:
+            torch.cuda.synchronize(program.device)  # steps run on another stream
 
     @torch.inference_mode()
     def launch(self, link: ChannelLink, plan: StepRequest, report: Report, slice_s: float) -> bool:

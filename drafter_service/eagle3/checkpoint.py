@@ -54,6 +54,27 @@ def load_head(directory: str | Path, dtype: torch.dtype, device: torch.device) -
     return head
 
 
+def dummy_head(directory: str | Path, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Eagle3Head:
+    """A head of the shape that `directory`'s config.json gives, token embedding included, with random weights drawn on
+    the device: what a head of this size costs, without one. ModelError: no such file, or not a head's.
+    """
+    config = read_config(_read_json(Path(directory) / "config.json"))
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.device(device):
+        head = Eagle3Head(config)
+    with torch.no_grad():
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(std=module.in_features**-0.5, generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+    head.set_draft_vocab(_spread_ids(config))
+    head = _placed(head, dtype, device)
+    embedding = torch.empty((config.vocab_size, config.hidden_size), dtype=dtype, device=device)
+    head.attach_embedding(embedding.normal_(generator=generator))
+    return head
+
+
 def save_head(head: Eagle3Head, directory: str | Path, with_embedding: bool = False) -> None:
     """Write the head in the original layout: `config.json`, `model.safetensors`. Makes the directory."""
     root = Path(directory)
@@ -76,9 +97,13 @@ def random_head(config: Eagle3Config, dtype: torch.dtype, device: torch.device, 
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * 0.02)
                 if module.bias is not None:
                     module.bias.copy_(torch.randn(module.bias.shape, generator=generator) * 0.02)
-    ids = torch.arange(config.draft_vocab_size, dtype=torch.int64) * config.vocab_size // config.draft_vocab_size
-    head.set_draft_vocab(ids)
+    head.set_draft_vocab(_spread_ids(config))
     return _placed(head, dtype, device)
+
+
+def _spread_ids(config: Eagle3Config) -> torch.Tensor:
+    """A draft vocabulary of evenly spread target ids."""
+    return torch.arange(config.draft_vocab_size, dtype=torch.int64) * config.vocab_size // config.draft_vocab_size
 
 
 def _placed(head: Eagle3Head, dtype: torch.dtype, device: torch.device) -> Eagle3Head:

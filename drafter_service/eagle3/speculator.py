@@ -18,6 +18,7 @@ import torch
 from drafter_service.choosing import DraftChooser
 from drafter_service.eagle3.head import Eagle3Head
 from drafter_service.eagle3.placement import Placements, ResidentDraft
+from drafter_service.entries import entry_on
 from drafter_service.metadata import MetadataBuilder
 from drafter_service.residency import Resident
 from drafter_service.settings import CacheSettings
@@ -150,7 +151,8 @@ class Eagle3Speculator:
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftProposal:
         """See Speculator.propose."""
-        entry, started = batch.entry, time.perf_counter()
+        started = time.perf_counter()
+        entry = entry_on(batch.entry, self.device)
         placed = [place for row in batch.rows if (place := self.placements.place(row, entry)) is not None]
         if not placed:
             return empty_proposal(entry.num_rows)

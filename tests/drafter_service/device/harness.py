@@ -52,7 +52,10 @@ class DeviceHarness:
         self.completions = HeldCompletions()
         self.program = make_program(speculator, options)
         self.program.warm_up()
-        self.steps = DeviceSteps(self.program, self.residents, 5.0, self.completions, take_entry, finish_reply)
+        self.steps = DeviceSteps(
+            self.program, speculator.needs, self.residents, 5.0, self.completions, take_entry, finish_reply
+        )
+        self.steps.warm_up()
         speculator.check_channel(target.spec)
         self.steps.check_channel(target.spec)
         end = target.local.drafter
