@@ -17,15 +17,19 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from benchmarks.plan_driver import DriverError, Load, PlanDriver, Timeline
+from protos import common_pb2, drafter_pb2
+
+if TYPE_CHECKING:
+    from drafter_service.device.local import LocalDrafter
+    from target_service.core import TargetCore
 
 READY_S = 180.0
 RUN_S = 240.0
-MAX_EVENTS = 1 << 20
 CHANNEL_ID = "local"
 
 
@@ -115,10 +119,8 @@ def _both(config: Path) -> Iterator[tuple[_TargetStream, _DrafterStream]]:
     """Both services' cores, loaded, on one stream, with a channel between them."""
     import torch
 
-    from drafter_service.assembly import make_info, make_speculator
+    from drafter_service.assembly import make_local_drafter
     from drafter_service.config import DrafterConfig
-    from drafter_service.device.making import make_device_steps, make_program
-    from drafter_service.device.program import DeviceOptions
     from engine.channel.interface import ChannelSpec
     from engine.channel.local import LocalChannel
     from engine.config_file import load_model_name, load_section
@@ -132,64 +134,56 @@ def _both(config: Path) -> Iterator[tuple[_TargetStream, _DrafterStream]]:
     drafter_config = load_section(config, "drafter", DrafterConfig)
     target = build_target(target_config, model, fetch_model(model))
     engine = target.engine
-    speculator = make_speculator(drafter_config, model)
-    needs = speculator.needs
-    spec = ChannelSpec(
-        channel_id=CHANNEL_ID,
-        epoch=1,
-        depth=target_config.channel_depth,
-        max_rows=target_config.num_seats,
-        max_tokens=target_config.max_step_tokens,
-        max_draft_len=needs.max_draft_len,
-        hidden_width=needs.hidden_width,
-        hidden_dtype=engine.decoder.dtype,
-        vocab_size=target.info.vocab_size,
-        max_blocks_per_row=engine.sessions.blocks.max_blocks,
-        block_size=target_config.block_size,
-        num_blocks=engine.sessions.blocks.pool.num_blocks,
-        draft_probs=needs.draft_probs,
-    )
-    stream = torch.cuda.stream(engine.stream) if engine.stream is not None else contextlib.nullcontext()
-    with torch.inference_mode(), stream:
+    on_stream = torch.cuda.stream(engine.stream) if engine.stream is not None else contextlib.nullcontext()
+    with torch.inference_mode(), on_stream:
         warm_up(engine, (1, target_config.max_verify_len + 1), lambda line: None)
-        channel = LocalChannel(spec, engine.device)
-        opened = OpenChannel(
+        drafter = make_local_drafter(drafter_config, model)
+        needs, blocks = drafter.speculator.needs, engine.sessions.blocks
+        channel = LocalChannel(
+            ChannelSpec(
+                channel_id=CHANNEL_ID,
+                epoch=1,
+                depth=target_config.channel_depth,
+                max_rows=target_config.num_seats,
+                max_tokens=target_config.max_step_tokens,
+                max_draft_len=needs.max_draft_len,
+                hidden_width=needs.hidden_width,
+                hidden_dtype=engine.decoder.dtype,
+                vocab_size=target.info.vocab_size,
+                max_blocks_per_row=blocks.max_blocks,
+                block_size=target_config.block_size,
+                num_blocks=blocks.pool.num_blocks,
+                draft_probs=needs.draft_probs,
+            ),
+            engine.device,
+        )
+        # Not attached over RPCs, as a drafter would be: there is only this one.
+        target.channels._open[CHANNEL_ID] = OpenChannel(
             channel.target,
             drafter_config.drafter_id,
             needs.hidden_layers,
             shares_blocks=needs.metadata_source == "reuse",
             last_alive=time.monotonic(),
         )
-        # Not attached over RPCs, as a drafter would be: there is only this one.
-        target.channels._open[CHANNEL_ID] = opened
-        options = DeviceOptions(drafter_config.graph_rows, drafter_config.cuda_graphs)
-        program = make_program(speculator, options)
+        drafter.attach(channel.drafter, target.info.max_model_len)
         try:
-            yield (
-                _TargetStream(target),
-                _DrafterStream(
-                    make_info(drafter_config, speculator),
-                    speculator,
-                    drafter_config,
-                    channel.drafter,
-                    target.info,
-                    lambda residents: make_device_steps(program, residents, RUN_S, lambda: None),
-                ),
-            )
+            yield _TargetStream(target.core), _DrafterStream(drafter)
         finally:
             target.core.settle()
+            drafter.collect(all_of_them=True)
+            drafter.close()
             target.channels.close()
 
 
 class _TargetStream:
     """PlanDriver's stream to the target, whose commands are carried out as they are sent."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, core: TargetCore) -> None:
         from engine.outbox import Outbox
         from target_service.streams import GatewayStream
 
-        self._core = target.core
-        self._stream = GatewayStream(1, Outbox(MAX_EVENTS, lambda: None))
+        self._core = core
+        self._stream = GatewayStream(1, Outbox(1, lambda: None))
         self._outcomes: deque[Any] = deque()
 
     async def send(self, message: Any) -> None:
@@ -216,47 +210,41 @@ class _TargetStream:
 class _DrafterStream:
     """PlanDriver's stream to the drafter, likewise."""
 
-    def __init__(
-        self, info: Any, speculator: Any, config: Any, channel: Any, target_info: Any, make_device_steps: Any
-    ) -> None:
-        from drafter_service.channels import AttachedChannel, AttachOutcome
-        from drafter_service.core import DrafterCore
-        from drafter_service.streams import GatewayStream
-        from engine.outbox import Outbox
-
-        def attach(stream: Any, address: str) -> None:
-            attached = AttachedChannel(
-                channel, address, target_info.instance_id, target_info.max_model_len, detach=lambda: None
-            )
-            self._core.run(stream, AttachOutcome(address, attached), 0, 0.0)
-
-        self._steps: Any = None
-
-        def make_steps(residents: Any) -> Any:
-            self._steps = make_device_steps(residents)
-            return self._steps
-
-        self._core = DrafterCore(info, speculator, config.num_seats, RUN_S, attach, make_steps)
-        self._stream = GatewayStream(1, Outbox(MAX_EVENTS, lambda: None))
+    def __init__(self, drafter: LocalDrafter) -> None:
+        self._drafter = drafter
+        self._answers: deque[Any] = deque()
 
     async def send(self, message: Any) -> None:
         from drafter_service.codec import command_from_proto
 
-        command = command_from_proto(message)
-        self._core.collect()
-        while not self._core.run(self._stream, command, 0, 0.001):
-            self._core.collect()
+        match message.WhichOneof("command"):
+            case "plan":
+                self._drafter.launch(command_from_proto(message))  # type: ignore[arg-type]  # a plan, as it says
+            case "hello":
+                self._answers.append(drafter_pb2.DrafterInfo())
+            case "open":
+                self._answers.append(
+                    drafter_pb2.ChannelOpened(ok=True, channel_id=CHANNEL_ID, channel_epoch=1, kind="local")
+                )
+            case "admit":
+                cached_len = self._drafter.admit(command_from_proto(message))  # type: ignore[arg-type]  # likewise
+                self._answers.append(
+                    common_pb2.Admitted(
+                        request_id=message.admit.request_id,
+                        epoch=message.admit.epoch,
+                        status=common_pb2.ADMIT_STATUS_OK,
+                        cached_len=cached_len,
+                    )
+                )
+            case "release":
+                self._drafter.release(message.release.request_id)
+                self._answers.append(common_pb2.Released(request_id=message.release.request_id))
 
     async def event(self, kind: str) -> Any:
         from drafter_service.codec import event_to_proto
 
-        end = time.monotonic() + RUN_S
-        while (event := self._stream.outbox.take(0.0)) is None:
-            if time.monotonic() > end:
-                raise DriverError(f"drafter: no {kind} came")
-            self._steps.wait(0.01)
-            self._core.collect()
-        message = event_to_proto(event)
-        if message.WhichOneof("event") != kind:
-            raise DriverError(f"drafter: expected {kind}, got {message}")
-        return getattr(message, kind)
+        if kind != "report":
+            return self._answers.popleft()
+        if not self._drafter.reports:
+            self._drafter.collect(all_of_them=True)
+        return event_to_proto(self._drafter.reports.pop(0)).report
