@@ -90,8 +90,8 @@ class _DeviceEnd:
         stream = self._driver.current_stream()
         with self._lock:
             self._open_views()
-            if not self.peer_alive():
-                return  # nothing to wait for; the tag tells what came in time
+            if deadline_s <= 0 or not self.peer_alive():
+                return  # no time, or nothing to wait for; the tag tells what has come
             self._streams.add(stream)
             self._watchdog.add(seq, deadline_s)
             self._driver.wait_value(stream, self._page, ControlPage.offset(self._awaited), seq)

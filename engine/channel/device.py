@@ -60,7 +60,8 @@ class DeviceTargetEnd(Protocol):
         """Enqueue on the current stream: wait until the drafter has published its reply to step `seq`.
 
         The wait ends without a reply when deadline_s has passed since step `seq` was published, when the drafter is
-        gone, or when the channel is closed; the reply's tag tells. Not to be captured in a graph.
+        gone, or when the channel is closed; the reply's tag tells. deadline_s 0: nothing is waited for. Not to be
+        captured in a graph.
         """
         ...
 
@@ -110,7 +111,7 @@ class DeviceDrafterEnd(Protocol):
         """Enqueue on the current stream: wait until the target has published step `seq`.
 
         The wait ends without an entry when deadline_s has passed since this call, when the target is gone, or when the
-        channel is closed; the entry's tag tells. Not to be captured in a graph.
+        channel is closed; the entry's tag tells. deadline_s 0: nothing is waited for. Not to be captured in a graph.
         """
         ...
 

@@ -68,10 +68,15 @@ class CudaDevice:
             except ChannelError as error:
                 raise ChannelError(f"kind: cuda_ipc needs {size} bytes of {self.device}: {error}") from error
             block = _Block(address.value, num_bytes, lambda: self._release("cuMemFree_v2", address.value))
-            self._library.call("cuMemsetD8_v2", address.value, 0, size)
             handle = IpcMemHandle()
             self._library.call("cuIpcGetMemHandle", byref(handle), address.value)
-        return DeviceExport(self._wrap(block), bytes(handle.data))
+        memory = self._wrap(block)
+        # In a stream of its own: the usual ones may be waiting for a peer, and no step may come before the zeros.
+        stream = torch.cuda.Stream(self.device)
+        with _as_channel_error("zeroing"), torch.cuda.stream(stream):
+            memory.zero_()
+            stream.synchronize()
+        return DeviceExport(memory, bytes(handle.data))
 
     def open(self, handle: bytes, num_bytes: int, uuid: str, on_closed: Callable[[], None]) -> torch.Tensor:
         """See StreamDriver.open."""

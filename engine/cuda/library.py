@@ -50,7 +50,6 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemFree_v2": (c_uint64,),
-    "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
     "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
     "cuIpcGetMemHandle": (POINTER(IpcMemHandle), c_uint64),
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcMemHandle, c_uint),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from engine.channel.control import Word, reached
 from engine.channel.cuda_ipc import CudaIpcDrafterEnd, CudaIpcTargetEnd
 from engine.channel.host import SHM_DIR
 from engine.channel.layout import SEQ
+from engine.channel.memory import PREFIX
 from engine.errors import ChannelError
 from tests.engine.channel.device_peer import AHEAD, HEARTBEAT_S, NUM_STEPS
 from tests.engine.channel.device_steps import Counts, drafter_step, target_step, write_entry
@@ -111,6 +113,15 @@ def test_ends_in_one_process_see_each_others_writes(ends: Ends) -> None:
     ends.drafter_device.synchronize()
     assert [int(count) for count in (counts.absent, counts.wrong)] == [0, 0]
     assert [int(count) for count in (drafter_counts.absent, drafter_counts.wrong)] == [0, 0]
+
+
+def test_without_time_nothing_is_waited_for(ends: Ends) -> None:
+    drafter = ends.attach()
+    counts = Counts(ends.device.device)
+    drafter_step(drafter, ends.drafter_device, 1, counts, 0.0)
+    assert not ends.target._watchdog._waits
+    assert released_after_s(ends.drafter_device) < 1.0
+    assert counts.absent.item() == 1
 
 
 def test_an_overwritten_entry_is_absent(ends: Ends) -> None:
@@ -418,7 +429,7 @@ def test_an_exporter_cannot_open_its_own_memory(ends: Ends) -> None:
 
 
 def test_a_device_without_room_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(SHM_DIR.iterdir())
+    before = set(SHM_DIR.glob(f"{PREFIX}{os.getpid()}-*"))
     device = SimulatedDriver()
 
     def no_room(buffer: object) -> object:
@@ -428,7 +439,7 @@ def test_a_device_without_room_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
     with pytest.raises(ChannelError, match="no room"):
         CudaIpcTargetEnd(SPEC, device, HEARTBEAT_S, PATIENCE_S)
     gc.collect()
-    assert set(SHM_DIR.iterdir()) <= before
+    assert set(SHM_DIR.glob(f"{PREFIX}{os.getpid()}-*")) <= before
 
 
 def test_patience_with_the_device_is_said_once(ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: object) -> None:
