@@ -41,6 +41,9 @@ class RequestBlocks:
     def blocks(self, seat: int) -> tuple[int, ...]:
         return tuple(self._blocks[seat])
 
+    def num_blocks(self, seat: int) -> int:
+        return len(self._blocks[seat])
+
     def capacity(self, seat: int) -> int:
         """How many tokens the seat's blocks have room for."""
         return len(self._blocks[seat]) * self.pool.block_size
@@ -125,6 +128,13 @@ class RequestBlocks:
                 self.table[seats.to(self.table.device)] = self._host_table[seats].to(self.table.device)
             self._dirty.clear()
         return self.table
+
+    def take_changed(self) -> set[int]:
+        """The seats whose blocks have changed since this was last asked; for an owner that keeps a device table of its
+        own, in the place of `sync`.
+        """
+        changed, self._dirty = self._dirty, set()
+        return changed
 
     def check_integrity(self) -> None:
         """IntegrityError unless pool, seats and table agree; every used block belongs to as many seats as it has

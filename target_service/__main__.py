@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import threading
 
@@ -11,16 +12,20 @@ from engine.config_file import load_model_name, load_section
 from engine.errors import OutriderError
 from engine.fetch import fetch_model
 from engine.stop_signal import StopSignal
-from target_service.assembly import build_target
+from target_service.assembly import Target, build_target, warm_up
 from target_service.config import TargetConfig
 from target_service.server import TargetServer
 
 WATCH_S = 0.25  # how late a signal may be noticed
+DEVICE_LOST = 3  # exit status
+SYNTHETIC_WARNING = (
+    "drafts are accepted by chance, so what this target gives out is not the model's. Only for benchmarks."
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after a clean stop, 1 when a bug ended the
-    service, 2 on a bad config or model.
+    service, 2 on a bad config or model. A lost device ends the process at once, with 3.
     """
     parser = argparse.ArgumentParser(prog="target_service", description="Outrider's target service.")
     parser.add_argument("--config", required=True, help="the config file (YAML)")
@@ -37,16 +42,32 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_section(options.config, "target", TargetConfig)
         model_name = load_model_name(options.config, options.model)
         target = build_target(config, model_name, fetch_model(model_name))
+        if config.accept != "exact":
+            print(f"WARNING: target.accept is {config.accept}: {SYNTHETIC_WARNING}", file=sys.stderr, flush=True)
         server = TargetServer(config, target, on_failure=fail)
+        warm_up(target.engine, (1, config.max_verify_len + 1), lambda line: print(f"target: {line}", flush=True))
     except OutriderError as error:
         print(f"target_service: {error}", file=sys.stderr)
         return 2
     server.start()
-    print(f"target ready on {server.address} model={model_name} blocks={target.info.num_blocks}", flush=True)
+    print(f"target ready on {server.address} {_what_it_is(target, config, model_name)}", flush=True)
     while not stop.wait(WATCH_S):
         pass
+    if server.lost:
+        # Nothing of the device can be let go in good order any more, and trying to may hang.
+        print(f"target_service: the device is lost: {server.lost}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(DEVICE_LOST)
     server.stop()
     return 1 if failed.is_set() else 0
+
+
+def _what_it_is(target: Target, config: TargetConfig, model_name: str) -> str:
+    engine = target.engine
+    return (
+        f"model={model_name} blocks={target.info.num_blocks} device={engine.device} dtype={config.dtype} "
+        f"attention={config.attention} execution={engine.execution} channels={','.join(target.kinds)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,88 +1,68 @@
 """How is a target put together from its config and a model directory?
 
-Model, KV cache, block pool, sessions, runner and channels, wired once. What cannot work is refused here, before
-anything listens.
+What runs its steps (`execution`), channels, and the service around them, wired once. What cannot work is refused here,
+before anything listens; and what would be slow the first time is done here: see `warm_up`.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from engine.block_pool import BlockPool
-from engine.decoder import Decoder
+from engine.channel.opening import DEVICE_KINDS, KINDS
 from engine.errors import ConfigError
-from engine.kv_cache import KVCache
-from engine.request_blocks import RequestBlocks
-from engine.seats import SeatAllocator
-from kernels.attention.registry import make_attention
 from target_service.channels import ChannelSettings, TargetChannels
 from target_service.checks import Limits
 from target_service.config import TargetConfig
 from target_service.core import TargetCore
+from target_service.execution import Engine, build_engine
 from target_service.messages import ServiceInfo
-from target_service.runner import StepRunner
-from target_service.sessions import Sessions
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target that is ready to take commands. The caller closes `channels`, once no command runs any more."""
+    """A target that is ready to take commands. The caller closes `channels`, once no command runs any more.
+
+    kinds: of channels that it takes.
+    """
 
     info: ServiceInfo
     core: TargetCore
     channels: TargetChannels
+    engine: Engine
+    kinds: tuple[str, ...]
 
 
 def build_target(config: TargetConfig, model_name: str, directory: Path) -> Target:
     """Load the model in `directory` and set the service up. ConfigError names a setting that the model cannot have."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    decoder = Decoder.load(directory, _DTYPES[config.dtype], config.device)
-    model = decoder.config
-    max_model_len = _max_model_len(config, model.max_model_len)
-    num_pool_blocks = config.num_blocks + 1  # the pool keeps block 0 for itself
-    pool = BlockPool(num_pool_blocks, config.block_size, config.prefix_caching)
-    blocks = RequestBlocks(pool, config.num_seats, max_model_len, config.device)
-    sessions = Sessions(SeatAllocator(config.num_seats), blocks)
-    backends = [
-        (
-            group,
-            make_attention(
-                config.attention,
-                model.num_heads,
-                model.num_kv_heads,
-                model.head_dim,
-                model.attention_scale,
-                group.window,
-            ),
-        )
-        for group in decoder.groups
-    ]
-    kv = _make_kv_cache(decoder, num_pool_blocks, config.block_size)
-    runner = StepRunner(decoder, kv, backends, sessions, max_model_len, config.trim_absent_drafts)
+    engine = build_engine(config, directory)
+    model, sessions, max_model_len = engine.decoder.config, engine.sessions, engine.max_model_len
+    blocks = sessions.blocks
     info = ServiceInfo(
         instance_id=secrets.token_hex(8),
         model=model_name,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         block_size=config.block_size,
-        num_blocks=pool.num_usable,
+        num_blocks=blocks.pool.num_usable,
         num_seats=config.num_seats,
         max_step_tokens=config.max_step_tokens,
         eos_token_ids=model.eos_token_ids,
         max_verify_len=config.max_verify_len,
     )
+    kinds = _kinds(config, engine)
     channels = TargetChannels(
         ChannelSettings(
             instance_id=info.instance_id,
-            kinds=config.channel_kinds,
+            kinds=kinds,
             depth=config.channel_depth,
             max_channels=config.max_channels,
             heartbeat_deadline_s=config.heartbeat_deadline_s,
@@ -91,12 +71,13 @@ def build_target(config: TargetConfig, model_name: str, directory: Path) -> Targ
             max_tokens=config.max_step_tokens,
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
-            hidden_dtype=decoder.dtype,
+            hidden_dtype=engine.decoder.dtype,
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
             max_blocks_per_row=blocks.max_blocks,
             block_size=config.block_size,
-            num_blocks=num_pool_blocks,
+            num_blocks=blocks.pool.num_blocks,
+            device=engine.device if engine.device_runner is not None else None,
         )
     )
     limits = Limits(
@@ -108,32 +89,33 @@ def build_target(config: TargetConfig, model_name: str, directory: Path) -> Targ
         num_blocks=config.num_blocks,
         block_size=config.block_size,
     )
-    core = TargetCore(info, limits, sessions, runner, channels, config.max_wait_ms / 1e3, config.check_integrity)
-    return Target(info, core, channels)
+    core = TargetCore(info, limits, sessions, engine.runner, channels, config.max_wait_ms / 1e3, config.check_integrity)
+    return Target(info, core, channels, engine, kinds)
 
 
-def _make_kv_cache(decoder: Decoder, num_blocks: int, block_size: int) -> KVCache:
-    """The cache; ConfigError when the machine has no room for it: fresh zeros cost nothing until they are written, so
-    one that is too big would be granted and end the process later.
+def warm_up(engine: Engine, query_lens: tuple[int, ...], say: Callable[[str], None]) -> None:
+    """Compile the kernels and capture the graphs of uniform steps, as far as they can be known: those of rows with
+    query_lens tokens, without a drafter that wants hidden states. Before anything is placed. say: takes a line of
+    progress.
     """
-    model = decoder.config
-    num_bytes = num_blocks * KVCache.bytes_per_block(
-        block_size, model.num_layers, model.num_kv_heads, model.head_dim, decoder.dtype
-    )
-    problem = f"{num_blocks - 1} blocks of {block_size} tokens take {num_bytes / 2**30:.1f} GiB of KV cache"
-    if decoder.device.type == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if num_bytes > memory:
-            raise ConfigError("target.num_blocks", f"{problem}, this machine has {memory / 2**30:.1f} GiB in all")
-    try:
-        return decoder.make_kv_cache(num_blocks, block_size)
-    except RuntimeError as error:  # torch has no class of its own for it on every device
-        raise ConfigError("target.num_blocks", f"{problem}, which could not be allocated") from error
+    runner = engine.device_runner
+    if runner is None or engine.device.type != "cuda":
+        return
+    began = time.perf_counter()
+    on_stream = torch.cuda.stream(engine.stream) if engine.stream is not None else nullcontext()
+    with torch.inference_mode(), on_stream:
+        for query_len in query_lens:
+            captured = runner.warm_up((), (query_len,))
+            say(f"{captured} graphs captured, {time.perf_counter() - began:.1f} s")
+    torch.cuda.synchronize(engine.device)
 
 
-def _max_model_len(config: TargetConfig, model_limit: int) -> int:
-    if config.max_model_len is None:
-        return model_limit
-    if config.max_model_len > model_limit:
-        raise ConfigError("target.max_model_len", f"{config.max_model_len} is above the model's own {model_limit}")
-    return config.max_model_len
+def _kinds(config: TargetConfig, engine: Engine) -> tuple[str, ...]:
+    on_cuda = engine.device_runner is not None and engine.device.type == "cuda"
+    possible = tuple(kind for kind in KINDS if on_cuda or kind not in DEVICE_KINDS)
+    if config.channel_kinds is None:
+        return possible
+    for kind in config.channel_kinds:
+        if kind not in possible:
+            raise ConfigError("target.channel_kinds", f"{kind} needs device execution on a CUDA device")
+    return tuple(config.channel_kinds)

@@ -27,6 +27,7 @@ from engine.channel.opening import DEVICE_KINDS, choose_kind, kinds_of, open_dev
 from engine.channel.shm import ShmTargetChannel
 from engine.errors import CapacityError, ChannelError, InvalidRequest
 from target_service.batch import StepBatch
+from target_service.device.host_edges import HostEdges
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +106,17 @@ class OpenChannel:
         assert self.end.kind not in DEVICE_KINDS
         return cast(TargetChannel, self.end)
 
+    @property
+    def device_end(self) -> DeviceTargetEnd:
+        """The end, where steps run without the host."""
+        return cast(DeviceTargetEnd, self.end)
+
+    def remember(self, seq: int, places: dict[tuple[str, int], int]) -> None:
+        """Step `seq` was published, with these rows."""
+        self._places[seq] = places
+        while len(self._places) > self.end.spec.depth:
+            self._places.popitem(last=False)
+
     def publish(self, record: StepRecord, captured: torch.Tensor | None) -> None:
         """Write and publish the step's ring entry. A channel that cannot take it costs drafts, never the step."""
         if self.end.closed:
@@ -114,9 +126,7 @@ class OpenChannel:
         except ChannelError as error:
             _log.warning("step %d not published to drafter %s: %s", record.seq, self.drafter_id, error)
             return
-        self._places[record.seq] = record.places
-        while len(self._places) > self.end.spec.depth:
-            self._places.popitem(last=False)
+        self.remember(record.seq, record.places)
 
     def _write(self, record: StepRecord, captured: torch.Tensor | None) -> None:
         batch = record.batch
@@ -173,7 +183,8 @@ class TargetChannels:
     def __init__(self, settings: ChannelSettings) -> None:
         self._settings = settings
         self._host_id = host_id()
-        self._kinds = kinds_of(settings.kinds, settings.device)
+        # Device execution takes the host's kinds too, by copies at the edges.
+        self._kinds = kinds_of(settings.kinds, None) if settings.device is None else settings.kinds
         self._attaching = threading.Lock()  # one Attach at a time; taken before _lock
         self._lock = threading.Lock()
         self._open: dict[str, OpenChannel] = {}
@@ -250,9 +261,12 @@ class TargetChannels:
     def exchange_end(self, channel_id: str, epoch: int) -> BytesTargetEnd:
         """The end of a `bytes` channel, for its Exchange stream. ChannelError when there is no such channel."""
         channel = self.find(channel_id, epoch)
-        if channel is None or not isinstance(channel.end, BytesTargetEnd):
+        end = channel.end if channel is not None else None
+        if isinstance(end, HostEdges):
+            end = end.host
+        if not isinstance(end, BytesTargetEnd):
             raise ChannelError(f"channel_id: no bytes channel {channel_id!r} of epoch {epoch}")
-        return channel.end
+        return end
 
     def close_retired(self) -> None:
         """Free what is out of use. By the device thread, between commands."""
@@ -290,11 +304,14 @@ class TargetChannels:
                         _log.info("drafter %s: lease ran out", channel.drafter_id)
                         self._retire(channel_id)
 
-    def _make_end(self, spec: ChannelSpec, kind: str) -> ShmTargetChannel | BytesTargetEnd | CudaIpcTargetEnd:
+    def _make_end(
+        self, spec: ChannelSpec, kind: str
+    ) -> ShmTargetChannel | BytesTargetEnd | CudaIpcTargetEnd | HostEdges:
         settings = self._settings
-        if settings.device is not None:
+        if settings.device is not None and kind in DEVICE_KINDS:
             return open_device_channel(spec, kind, settings.device, settings.heartbeat_deadline_s, settings.lease_s)
-        return open_target_channel(spec, kind, settings.heartbeat_deadline_s, settings.lease_s)
+        end = open_target_channel(spec, kind, settings.heartbeat_deadline_s, settings.lease_s)
+        return end if settings.device is None else HostEdges(end, settings.device)
 
     def _check(self, request: AttachRequest) -> None:
         settings = self._settings

@@ -5,13 +5,15 @@ The `target:` section of the config file. The defaults suit one CPU machine; a m
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from engine.config_file import SectionModel
+from target_service.acceptance import parse_acceptance
 
-ChannelKind = Literal["shm", "bytes"]
+ChannelKind = Literal["cuda_ipc", "shm", "bytes"]
 
 
 def _power_of_two(value: int) -> int:
@@ -27,15 +29,33 @@ def _address(value: str) -> str:
     return value
 
 
+def _device(value: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", value) is None:
+        raise ValueError("must be cpu, cuda or cuda:N")
+    return value
+
+
+def _acceptance(value: str) -> str:
+    parse_acceptance(value)
+    return value
+
+
 class TargetConfig(SectionModel):
     """Settings of one target process.
 
     listen: HOST:PORT; port 0 takes a free one (the ready line tells which).
+    device: cpu, cuda or cuda:N. attention: torch needs the rows' lengths on the host, triton and reference do not.
+    execution: `host` reads every step's verdicts back before the next one is prepared; `device` puts steps on the
+    device ahead of the verdicts of those before them; `auto` is device where it is cuda and the attention allows it.
+    load_format: `dummy` makes random weights of the model's shape, from its config.json alone.
+    cuda_graphs: run steps of decode rows as captured graphs, padded to one of graph_rows rows.
+    accept: `exact`, or `synthetic:<mean>`, which changes the output: see `acceptance`.
     num_blocks: KV blocks that requests can hold at once. max_model_len: None, the model's own; never above it.
     max_step_tokens: largest sum of query_len in one plan. max_verify_len: most drafts a row verifies in a step.
     threads: torch's intra-op threads, None: torch's choice.
     trim_absent_drafts: cut a row's query to its real drafts before the forward (the host sees them in lockstep).
-    channel_kinds: what drafters may use; `shm` needs one host. channel_depth: steps that a channel holds.
+    channel_kinds: what drafters may use, None: all that work here; `cuda_ipc` needs device execution on CUDA and one
+    host, `shm` one host. channel_depth: steps that a channel holds, and with device execution steps under way.
     heartbeat_deadline_s: a drafter whose heartbeat is older is not waited for. drafter_lease_s: after that long without
     a heartbeat its channel is closed and its memory freed.
     max_wait_ms: upper bound of a plan's deadline_ms.
@@ -45,9 +65,14 @@ class TargetConfig(SectionModel):
     """
 
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:50051"
-    device: Literal["cpu"] = "cpu"
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    attention: Literal["torch"] = "torch"
+    attention: Literal["torch", "triton", "flashinfer", "reference"] = "torch"
+    execution: Literal["auto", "host", "device"] = "auto"
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    cuda_graphs: bool = True
+    graph_rows: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = (1, 2, 4, 8, 16, 32, 64)
+    accept: Annotated[str, AfterValidator(_acceptance)] = "exact"
     block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(16, ge=1, le=1024)
     num_blocks: int = Field(1024, ge=1, le=1 << 24)
     num_seats: int = Field(32, ge=1, le=4096)
@@ -57,7 +82,7 @@ class TargetConfig(SectionModel):
     threads: int | None = Field(None, ge=1, le=1024)
     prefix_caching: bool = True
     trim_absent_drafts: bool = True
-    channel_kinds: tuple[ChannelKind, ...] = Field(("shm", "bytes"), min_length=1)
+    channel_kinds: tuple[ChannelKind, ...] | None = Field(None, min_length=1)
     channel_depth: int = Field(4, ge=2, le=64)
     max_channels: int = Field(8, ge=1, le=256)
     heartbeat_deadline_s: float = Field(2.0, gt=0, le=600)

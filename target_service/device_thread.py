@@ -1,7 +1,8 @@
 """Who runs the commands, and in which order?
 
 One thread owns everything on the device. Commands of all streams wait for it in one bounded queue, first come, first
-served; what a stream sent stays in order.
+served; what a stream sent, and what it is told, stays in order. Steps that were launched and are not done are watched
+by a second thread, which does nothing but wait for them.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from target_service.core import TargetCore
-from target_service.messages import Command, ReleaseRequest
+from target_service.failures import DeviceLost
+from target_service.flights import Flight
+from target_service.inbox import Inbox
+from target_service.messages import Command, Event, ReleaseRequest
 from target_service.streams import GatewayStream
 
 _log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.25  # how often an idle device looks for channels to close
 FULL_POLL_S = 0.25  # how often a sender that waits for room looks whether it still should
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +42,36 @@ class _Job:
 class DeviceThread:
     """Owner of the thread. `submit` and `end_stream` may be called from any thread.
 
-    on_failure: called by the thread when it ends by a bug; no command is carried out any more.
+    device, stream: what the thread's work runs on; stream None: the device's default. on_failure: called by the thread
+    when it ends by a bug; no command is carried out any more. lost: why, when the device itself was lost.
     """
 
     def __init__(
-        self, core: TargetCore, max_commands: int, num_threads: int | None, on_failure: Callable[[], object]
+        self,
+        core: TargetCore,
+        max_commands: int,
+        num_threads: int | None,
+        on_failure: Callable[[], object],
+        device: torch.device = _CPU,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._core = core
         self._on_failure = on_failure
         self._num_threads = num_threads
-        self._jobs: queue.Queue[_Job] = queue.Queue(max_commands)
+        self._device = device
+        self._stream = stream
+        self.lost = ""
+        self._inbox: Inbox[_Job, Flight] = Inbox(max_commands)
+        # What streams are to be told, in order: an event, a step under way, or (None) that the stream has ended.
+        self._outcomes: deque[tuple[GatewayStream, Event | Flight | None]] = deque()
+        self._watched: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="device-watcher", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the threads."""
+        self._watcher.start()
         self._thread.start()
 
     def submit(self, stream: GatewayStream, command: Command) -> bool:
@@ -69,7 +91,7 @@ class DeviceThread:
         return 0 if self._stopping.is_set() else len(self._core.sessions)
 
     def stop(self, deadline_s: float) -> None:
-        """Finish the command at hand and end the thread."""
+        """Finish the command at hand and the steps under way, and end the threads."""
         self._stopping.set()
         self._thread.join(deadline_s)
 
@@ -77,41 +99,81 @@ class DeviceThread:
         while not self._stopping.is_set():
             if job.command is not None and job.stream.outbox.closed:
                 return False
-            try:
-                self._jobs.put(job, timeout=FULL_POLL_S)
+            if self._inbox.put(job, FULL_POLL_S):
                 return True
-            except queue.Full:
-                continue
         return False
 
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)  # again here: OpenMP keeps it per thread
         try:
-            self._carry_out_all()
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            with torch.inference_mode(), self._on_stream():
+                self._carry_out_all()
+        except DeviceLost as lost:
+            _log.error("the device is lost: %s", lost)
+            self.lost = str(lost)
+            self._fail()
         except Exception:  # a thread that died unnoticed would leave a process that listens and never answers
             _log.exception("the device thread ended")
-            self._stopping.set()
-            self._on_failure()
+            self._fail()
+        finally:
+            self._watched.put(None)
+
+    def _fail(self) -> None:
+        self._stopping.set()
+        self._on_failure()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def _watch(self) -> None:
+        """Wait for each step under way, in order, and tell the device thread, which completes it."""
+        for flight in iter(self._watched.get, None):
+            try:
+                flight.landing.wait()
+            except RuntimeError as error:  # the device thread meets the same error when it completes the step
+                _log.error("step %d: %s", flight.step.seq, error)
+            self._inbox.tell(flight)
 
     def _carry_out_all(self) -> None:
-        with torch.inference_mode():
-            while not self._stopping.is_set():
-                try:
-                    job = self._jobs.get(timeout=IDLE_POLL_S)
-                except queue.Empty:
-                    self._core.channels.close_retired()
-                    continue
+        while not self._stopping.is_set():
+            job, flight = self._inbox.take(IDLE_POLL_S)
+            if flight is not None:
+                self._core.land(flight)
+            elif job is not None:
                 self._carry_out(job)
-                self._core.channels.close_retired()
+            self._tell()
+            self._core.channels.close_retired()
+        self._core.settle()
+        self._tell()
 
     def _carry_out(self, job: _Job) -> None:
         stream = job.stream
         if job.command is None:
             self._core.end_stream(stream)
-            stream.outbox.close()
+            self._outcomes.append((stream, None))
         elif not stream.outbox.closed:
-            event = self._core.handle(stream, job.command)
+            outcome = self._core.handle(stream, job.command)
+            self._outcomes.append((stream, outcome))
+            if isinstance(outcome, Flight) and outcome.reply is None:
+                self._watched.put(outcome)
+
+    def _tell(self) -> None:
+        """Send what is known, up to the first step that is still under way."""
+        outcomes = self._outcomes
+        while outcomes:
+            stream, outcome = outcomes[0]
+            event = outcome.reply if isinstance(outcome, Flight) else outcome
+            if event is None and outcome is not None:
+                return
+            outcomes.popleft()
+            if event is None:
+                stream.outbox.close()
+                continue
+            was_open = not stream.outbox.closed
             if not stream.outbox.put(event):
-                _log.warning("stream %d is broken or does not read its events: closed", stream.stream_id)
+                if was_open:
+                    _log.warning("stream %d is broken or does not read its events: closed", stream.stream_id)
                 self._core.end_stream(stream)

@@ -32,9 +32,11 @@ class StepDrafts:
     reply: ReplyEntry | None
     missed: bool
 
-    def probs_of(self, rows: Sequence[int], max_drafts: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Draft probabilities [S, max_drafts, V] and has_probs [S] of the plan rows named; (None, None) when no row
-        has any. A row whose numbers cannot be probabilities has none.
+    def probs_of(
+        self, rows: Sequence[int], max_drafts: int, device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Draft probabilities [S, max_drafts, V] and has_probs [S] of the plan rows named, on `device`; (None, None)
+        when no row has any. A row whose numbers cannot be probabilities has none.
         """
         reply = self.reply
         if reply is None or reply.probs is None or reply.has_probs is None or max_drafts == 0:
@@ -47,7 +49,7 @@ class StepDrafts:
         # A negative or NaN "probability" could bring up a token that the target's own filters leave out.
         lowest, highest = probs.flatten(1).aminmax(dim=1)
         has_probs &= (lowest >= 0) & (highest < math.inf)
-        return (probs, has_probs) if bool(has_probs.any()) else (None, None)
+        return (probs.to(device), has_probs.to(device)) if bool(has_probs.any()) else (None, None)
 
 
 def no_drafts(num_rows: int, missed: bool = False) -> StepDrafts:

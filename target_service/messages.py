@@ -193,12 +193,17 @@ class RowVerdict:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds of a step: waiting for drafts, forward, verification, all of it."""
+    """Milliseconds of a step: waiting for drafts, forward, verification, all of it.
+
+    launch_ms: of the host, to put all of it on the device (device execution; 0 where the host takes part in the step
+    itself).
+    """
 
     wait_ms: float = 0.0
     forward_ms: float = 0.0
     verify_ms: float = 0.0
     total_ms: float = 0.0
+    launch_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ every tensor here. What a step may contain was checked before (`checks`, `Sessio
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,9 +16,11 @@ from engine.kv_cache import KVCache
 from engine.kv_group import KVGroup
 from kernels.attention.interface import AttentionBackend
 from kernels.reference.target_inputs import commit_verdict
+from target_service.acceptance import SyntheticAcceptance
 from target_service.batch import SeatState, StepBatch, StepRow, build_batch
 from target_service.channels import OpenChannel, StepRecord
 from target_service.drafts import StepDrafts, take_drafts
+from target_service.flights import Flight
 from target_service.messages import RowStatus, RowVerdict, StepReply, StepRequest, StepTimes, TokenLogprobs
 from target_service.sessions import Session, Sessions
 from target_service.verification import SeatSampling, VerifyRows, token_logprobs
@@ -35,6 +37,7 @@ class StepRunner:
         sessions: Sessions,
         max_model_len: int,
         trim_absent_drafts: bool,
+        synthetic: SyntheticAcceptance | None = None,
     ) -> None:
         num_seats = sessions.blocks.num_seats
         self._decoder = decoder
@@ -46,7 +49,7 @@ class StepRunner:
         self._device = kv.device
         self._vocab_size = decoder.config.vocab_size
         self._state = SeatState.empty(num_seats, self._device)
-        self._sampling = SeatSampling(num_seats, self._vocab_size, self._device)
+        self._sampling = SeatSampling(num_seats, self._vocab_size, self._device, synthetic)
 
     @torch.inference_mode()
     def place(self, session: Session) -> None:
@@ -54,6 +57,29 @@ class StepRunner:
         self._state.context_lens[session.seat] = session.context_len
         self._state.anchors[session.seat] = -1
         self._sampling.place(session.seat, session.sampling, session.tokens, session.prompt_len)
+
+    @property
+    def max_in_flight(self) -> int:
+        """A step is done when it returns."""
+        return 1
+
+    def complete(self, flight: Flight) -> StepReply:
+        """Nothing of it flies."""
+        raise NotImplementedError("steps are done when they return")
+
+    def forget(self, flight: Flight) -> None:
+        """Nothing of it flies."""
+
+    def launch(
+        self,
+        step: StepRequest,
+        placements: Sequence[Session | None],
+        channel: OpenChannel | None,
+        deadline_s: float,
+        settle: Callable[[], None],
+    ) -> StepReply:
+        """`run`: there is never anything under way."""
+        return self.run(step, placements, channel, deadline_s)
 
     @torch.inference_mode()
     def run(
@@ -218,7 +244,7 @@ class StepRunner:
             cu_logits.append(cu_logits[-1] + row.num_logits)
             positions.append(row.session.context_len + row.query_len - row.num_logits + 1)
             seats.append(row.session.seat)
-        draft_probs, has_probs = drafts.probs_of(sampling, batch.draft_tokens.shape[1])
+        draft_probs, has_probs = drafts.probs_of(sampling, batch.draft_tokens.shape[1], self._device)
         return VerifyRows(
             seats=torch.tensor(seats, dtype=torch.int64, device=self._device),
             seats_np=tuple(seats),

@@ -38,7 +38,10 @@ class TargetServer:
         """
         self._drain_s = config.drain_s
         self._target = target
-        self._device = DeviceThread(target.core, config.command_queue, config.threads, on_failure)
+        engine = target.engine
+        self._device = DeviceThread(
+            target.core, config.command_queue, config.threads, on_failure, engine.device, engine.stream
+        )
         self._servicer = TargetServicer(self._device, target.channels, config.event_queue)
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="rpc")
@@ -64,6 +67,11 @@ class TargetServer:
         except RuntimeError as error:
             raise ConfigError("target.listen", f"cannot listen on {config.listen}: in use or not ours") from error
         self.address = f"{host}:{port}"
+
+    @property
+    def lost(self) -> str:
+        """Why the device was lost; empty while it was not."""
+        return self._device.lost
 
     def start(self) -> None:
         """Take calls."""

@@ -30,7 +30,11 @@ class Session:
     tokens: prompt and everything sampled so far; the last one is the anchor once the prompt has run.
     num_admitted: how many tokens came with the admission; positions below it run as prompt.
     context_len: tokens whose KV is committed. At the first row the gateway may set it back below the prefix hit.
-    last_step: the step that sampled the anchor; drafts of any other step do not follow it.
+    last_step: the last step that was run with a row of it that samples; drafts of any other step do not follow its
+    anchor.
+    rows_ahead: rows of steps that were launched and have not come back (device execution; always 0 where a step is
+    done when it returns); ahead_len, ahead_samples: their query tokens, and how many of them sample (each gives a
+    token, unless the request is full before). resident: it still holds its seat and blocks.
     """
 
     request_id: str
@@ -45,19 +49,44 @@ class Session:
     context_len: int
     started: bool = False
     last_step: StepKey | None = None
+    rows_ahead: int = 0
+    ahead_len: int = 0
+    ahead_samples: int = 0
+    resident: bool = True
+
+    @property
+    def launched_len(self) -> int:
+        """context_len once all that was launched has come back: exact in the prompt and while nothing is under way,
+        else at most so. The last token's KV is never written.
+        """
+        if not self.ahead_len:
+            return self.context_len
+        return min(self.context_len + self.ahead_len, self.max_total_len - 1)
 
     @property
     def in_prompt(self) -> bool:
         """Whether the next row runs admitted tokens rather than the anchor and drafts."""
-        return self.context_len < self.num_admitted
+        return self.launched_len < self.num_admitted
+
+    def row_launched(self, query_len: int, samples: bool) -> None:
+        """A row of it is under way."""
+        self.rows_ahead += 1
+        self.ahead_len += query_len
+        self.ahead_samples += samples
+
+    def row_back(self, query_len: int, samples: bool) -> None:
+        """A row of it is under way no longer."""
+        self.rows_ahead -= 1
+        self.ahead_len -= query_len
+        self.ahead_samples -= samples
 
     def overtaken(self, row: RowRequest) -> bool:
         """Whether a row planned ahead has nothing to run: the request is at its length limit, or still before the
         chunk that the row follows.
         """
         if self.in_prompt:
-            return self.started and row.context_len > self.context_len
-        return len(self.tokens) >= self.max_total_len
+            return self.started and row.context_len > self.launched_len
+        return len(self.tokens) + self.ahead_samples >= self.max_total_len
 
     @property
     def max_drafts(self) -> int:
@@ -127,13 +156,12 @@ class Sessions:
         upper bound and it may be `overtaken`.
         """
         if session.started:
-            if planned_ahead and session.context_len < row.context_len < session.max_total_len:
+            stands = session.launched_len
+            if planned_ahead and stands < row.context_len < session.max_total_len:
                 if session.overtaken(row):
                     return
-            elif row.context_len != session.context_len:
-                raise InvalidRequest(
-                    f"{name}.context_len", f"{row.context_len}, but {session.context_len} tokens are committed"
-                )
+            elif row.context_len != stands:
+                raise InvalidRequest(f"{name}.context_len", f"{row.context_len}, but {stands} tokens are committed")
         elif row.context_len > session.context_len:
             raise InvalidRequest(
                 f"{name}.context_len", f"{row.context_len} is past the {session.context_len} cached tokens"
@@ -192,6 +220,10 @@ class Sessions:
                 raise IntegrityError(f"request {session.request_id} has committed more tokens than it has blocks for")
 
     def _free(self, session: Session) -> None:
+        """Give back what it holds, at once, also where rows of it are still under way: those run before anything that
+        is launched from now on, so whoever gets the seat or the blocks next writes after them.
+        """
+        session.resident = False
         del self._by_id[session.request_id]
         self.blocks.release(session.seat)
         self._seats.release(session.seat)

@@ -20,6 +20,7 @@ from kernels.reference.sampling import (
     filter_logits,
 )
 from kernels.reference.verify import Verdict, verify, verify_greedy
+from target_service.acceptance import SyntheticAcceptance
 from target_service.messages import SamplingSettings, TokenLogprobs
 
 
@@ -44,8 +45,11 @@ class VerifyRows:
 class SeatSampling:
     """Owner of the sampling state of every seat. Used by one thread."""
 
-    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_seats: int, vocab_size: int, device: torch.device, synthetic: SyntheticAcceptance | None = None
+    ) -> None:
         self._num_seats = num_seats
+        self._synthetic = synthetic
         self._vocab_size = vocab_size
         self._device = device
         self.tensors = SamplingTensors.greedy(num_seats, device)
@@ -96,6 +100,12 @@ class SeatSampling:
 
     def verdict(self, logits: torch.Tensor, rows: VerifyRows) -> Verdict:
         """Process the raw logits ([N, V] float32, left as they are) and apply the accept rule."""
+        verdict = self._exact_verdict(logits, rows)
+        if self._synthetic is None:
+            return verdict
+        return self._synthetic.apply(verdict, rows.draft_tokens, self.tensors.seeds[rows.seats], rows.start_positions)
+
+    def _exact_verdict(self, logits: torch.Tensor, rows: VerifyRows) -> Verdict:
         all_settings = [self.settings(seat) for seat in rows.seats_np]
         processed = self._process(logits, rows, all_settings)
         if all(settings.temperature == 0 for settings in all_settings):

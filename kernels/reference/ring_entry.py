@@ -1,8 +1,8 @@
 """How does a step get into the ring, when only the device knows which of its rows ran?
 
 Everything that the drafter is told of a step but the tag: rows that did not run lose their tokens, the tokens of the
-others close up, and what the batch was padded with is left out. Whoever calls this writes the header's seq afterwards,
-in a kernel of its own, and publishes.
+others close up, and what the batch was padded with is left out, absent drafts included. Whoever calls this writes the
+header's seq afterwards, in a kernel of its own, and publishes.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ def _commit_rows(
     missed_ptr,
     context_lens_ptr,
     anchors_ptr,
+    out_query_lens_ptr,
     out_sampled_ptr,
     out_rejected_ptr,
     out_anchors_ptr,
@@ -43,18 +44,20 @@ def _commit_rows(
     known = tl.load(known_lens_ptr + row)
     sampled = tl.where(runs, tl.load(sampled_ptr + row), 0)
     grown = tl.where(known >= 0, query_len, sampled)
-    rejected = tl.where(runs & (known < 0), query_len - sampled, 0)
+    num_drafts = tl.load(num_drafts_ptr + row)
+    counted = tl.where(runs, tl.where(known >= 0, query_len, num_drafts + 1), 0)
+    rejected = tl.where(runs & (known < 0), counted - sampled, 0)
     context_len = tl.load(context_lens_ptr + seat, mask=runs, other=0) + tl.where(runs, grown, 0)
     last = tl.load(tokens_ptr + row * tokens_stride + sampled - 1, mask=sampled > 0, other=-1)
     tl.store(context_lens_ptr + seat, context_len, mask=runs)
     tl.store(anchors_ptr + seat, last, mask=sampled > 0)
+    tl.store(out_query_lens_ptr + row, counted)
     tl.store(out_sampled_ptr + row, sampled)
     tl.store(out_rejected_ptr + row, rejected)
     tl.store(out_anchors_ptr + row, last)
     table_ptr = out_table_ptr + row * table_stride
     tl.store(table_ptr + _RAN, runs.to(tl.int64))
     tl.store(table_ptr + _NUM_SAMPLED, sampled.to(tl.int64))
-    num_drafts = tl.load(num_drafts_ptr + row)
     tl.store(table_ptr + _NUM_DRAFTED, tl.where(runs, num_drafts, 0).to(tl.int64))
     tl.store(table_ptr + _CONTEXT_LEN, tl.where(runs, context_len, 0).to(tl.int64))
     tl.store(table_ptr + _MISSED, tl.load(missed_ptr).to(tl.int64))
@@ -73,6 +76,7 @@ def commit_rows(
     missed: torch.Tensor,
     context_lens: torch.Tensor,
     anchors: torch.Tensor,
+    out_query_lens: torch.Tensor,
     out_num_sampled: torch.Tensor,
     out_num_rejected: torch.Tensor,
     out_anchors: torch.Tensor,
@@ -94,6 +98,7 @@ def commit_rows(
         missed,
         context_lens,
         anchors,
+        out_query_lens,
         out_num_sampled,
         out_num_rejected,
         out_anchors,

@@ -19,6 +19,8 @@ VOCAB = 8
 class Answering:
     """A channel's end that has a reply to every step, and counts who asks."""
 
+    kind = "shm"
+
     def __init__(self) -> None:
         self.num_asked = 0
 

@@ -31,6 +31,8 @@ from kernels.triton import (
     attention,
     commit_rows,
     kv_write,
+    linear,
+    linear_choice,
     metadata_fill,
     norm,
     prefill_inputs,
@@ -174,6 +176,22 @@ def attention_kernels(shape: Shape, dtype: torch.dtype, steps: Sequence[tuple[in
             *(q, cache, cache, ints(rows + 1), ints(rows), ints(rows, 2048), shape.head_dim**-0.5, shape.window),
             *(query_len, 32768, tiling),
         )
+
+
+def linear_kernels() -> None:
+    """Every tiling that is chosen for a weight, with its launches overlapping, as on the GPU it was chosen for."""
+    overlap_options = linear.overlap_options
+    linear.overlap_options = lambda device: {"OVERLAP": True, "launch_pdl": True}
+    counters = ints(9999)
+    try:
+        for (outs, ins, gated), steps in linear_choice.measured().items():
+            weight = torch.zeros((1, ins), dtype=torch.bfloat16).expand(outs, ins)
+            for rows, tiling in steps:
+                if tiling is not None:
+                    x = torch.zeros((rows, ins), dtype=torch.bfloat16)
+                    linear.skinny_linear(x, weight, None, tiling, counters, gated)
+    finally:
+        linear.overlap_options = overlap_options
 
 
 def resources(kernel: Any) -> tuple[int, int, int]:

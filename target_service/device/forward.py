@@ -1,0 +1,201 @@
+"""What runs on the device between a step's drafts and its logits, or, where every row is greedy, its verdicts?
+
+Uniform steps (only decode rows, all of one length) are padded to a captured number of rows and run as one CUDA graph;
+any other runs as it is. Both call the same functions over the same buffers.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.decoder import Decoder
+from engine.graphs import GraphCache
+from engine.kv_cache import KVCache
+from kernels.attention.interface import AttentionBackend
+from kernels.kernel_set import KernelSet
+from target_service.acceptance import SyntheticAcceptance
+from target_service.device.buffers import StepBuffers, StepShape
+from target_service.device.plan_buffer import PlanBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step that is not uniform brings beside its shape.
+
+    starts: [R + 1] int32, where each row's tokens begin. is_prompt [R] bool, prompt_starts [R] int64 and prompt_tokens:
+    see `prepare_target_inputs`. logit_rows: [N] int64, the tokens whose logits are needed.
+    """
+
+    starts: torch.Tensor
+    is_prompt: torch.Tensor
+    prompt_starts: torch.Tensor
+    prompt_tokens: torch.Tensor
+    logit_rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """captured: [T, A * H] or None. logits: [N, V] float32, None where no row samples."""
+
+    captured: torch.Tensor | None
+    logits: torch.Tensor | None
+
+
+class StepForward:
+    """Owner of the model, its cache and the graphs. Used by one thread, under one stream."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        backends: Sequence[AttentionBackend],
+        kernels: KernelSet,
+        buffers: StepBuffers,
+        plans: PlanBuffer,
+        seat_tables: torch.Tensor,
+        block_size: int,
+        max_model_len: int,
+        graph_rows: Sequence[int],
+        cuda_graphs: bool,
+        synthetic: SyntheticAcceptance | None,
+    ) -> None:
+        """backends: one per KV group, none of which needs host lengths. seat_tables: [1, S, B] int32."""
+        self.decoder = decoder
+        self.graphs = GraphCache(decoder.device, cuda_graphs)
+        self._kv = kv
+        self._backends = tuple(backends)
+        self._kernels = kernels
+        self._buffers = buffers
+        self._plans = plans
+        self._seat_tables = seat_tables
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        # Without graphs there is nothing to be gained by padding.
+        self._graph_rows = sorted(set(graph_rows)) if cuda_graphs else []
+        self._synthetic = synthetic
+
+    def padded_rows(self, num_rows: int, query_len: int) -> int | None:
+        """How many rows a uniform step of num_rows is padded to; None: such a step runs as it is."""
+        place = bisect.bisect_left(self._graph_rows, num_rows)
+        if num_rows == 0 or place == len(self._graph_rows):
+            return None
+        padded = self._graph_rows[place]
+        sizes = self._buffers.sizes
+        fits = padded <= sizes.max_rows and padded * query_len <= sizes.max_tokens and query_len <= sizes.max_drafts + 1
+        return padded if fits else None
+
+    @property
+    def graph_rows(self) -> tuple[int, ...]:
+        """The row counts that are captured."""
+        return tuple(self._graph_rows)
+
+    def uniform(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> StepOutput:
+        """A uniform step, through its graph. greedy: to the end, verdicts committed; else to its logits."""
+        key = (shape.num_rows, shape.query_stride, hidden_layers, greedy)
+        return self.graphs.run(key, self._uniform_step(shape, hidden_layers, greedy))
+
+    def capture(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> None:
+        """Capture what `uniform` runs. The plan on the device must have no row with a seat."""
+        key = (shape.num_rows, shape.query_stride, hidden_layers, greedy)
+        self.graphs.capture(key, self._uniform_step(shape, hidden_layers, greedy))
+
+    def ragged(self, shape: StepShape, batch: Batch, hidden_layers: tuple[int, ...]) -> StepOutput:
+        """Any other step, to its logits."""
+        self._prepare(shape, batch.starts, batch.is_prompt, batch.prompt_starts, batch.prompt_tokens)
+        return self._run(shape, hidden_layers, batch.logit_rows)
+
+    def commit_greedy(self, shape: StepShape, logits: torch.Tensor) -> None:
+        """Verify and commit a uniform step of greedy rows."""
+        starts = self._buffers.uniform_starts(shape.num_rows, shape.query_stride)
+        verdict = self._kernels.verify_greedy(logits, starts, shape.drafts)
+        if self._synthetic is not None:
+            seeds = self._plans.rows["seeds"][: shape.num_rows]
+            verdict = self._synthetic.apply(verdict, shape.drafts, seeds, shape.start_positions)
+        self.commit(shape, verdict.tokens, verdict.num_sampled)
+
+    def commit(self, shape: StepShape, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
+        """Commit the accept rule's verdicts and make the table that the host reads."""
+        buffers, rows = self._buffers, self._plans.rows
+        self._kernels.commit_rows(
+            tokens,
+            num_sampled,
+            shape.seats,
+            rows["query_lens"][: shape.num_rows],
+            rows["known_lens"][: shape.num_rows],
+            shape.num_drafts,
+            buffers.missed,
+            buffers.context_lens,
+            buffers.seat_anchors,
+            shape.query_lens,
+            shape.num_sampled,
+            shape.num_rejected,
+            shape.anchors,
+            shape.table,
+        )
+
+    def _uniform_step(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> Callable[[], StepOutput]:
+        buffers = self._buffers
+        starts = buffers.uniform_starts(shape.num_rows, shape.query_stride)
+        prompts = buffers.uniform_prompts[: shape.num_rows]
+
+        def step() -> StepOutput:
+            self._prepare(shape, starts, prompts, self._plans.rows["prompt_starts"], buffers.no_prompt)
+            output = self._run(shape, hidden_layers, None)
+            if greedy and output.logits is not None:
+                self.commit_greedy(shape, output.logits)
+            return output
+
+        return step
+
+    def _prepare(
+        self,
+        shape: StepShape,
+        starts: torch.Tensor,
+        is_prompt: torch.Tensor,
+        prompt_starts: torch.Tensor,
+        prompt_tokens: torch.Tensor,
+    ) -> None:
+        """Input ids, positions, and attention's metadata, from what `take_drafts` has decided."""
+        buffers = self._buffers
+        self._kernels.prepare_target_inputs(
+            buffers.context_lens,
+            buffers.seat_anchors,
+            shape.seats,
+            prompt_tokens,
+            prompt_starts,
+            shape.drafts,
+            starts,
+            is_prompt,
+            shape.input_ids,
+            shape.positions,
+        )
+        self._kernels.fill_metadata(
+            shape.seats,
+            starts,
+            shape.seq_lens,
+            shape.positions,
+            self._seat_tables,
+            (self._block_size,),
+            self._max_model_len,
+            shape.out_query_start_loc,
+            shape.out_seq_lens,
+            shape.out_block_tables,
+            shape.out_slots,
+        )
+
+    def _run(self, shape: StepShape, hidden_layers: tuple[int, ...], logit_rows: torch.Tensor | None) -> StepOutput:
+        """Forward and logits. logit_rows: None for all tokens."""
+        if shape.num_tokens == 0:
+            return StepOutput(None, None)
+        plans = [backend.plan(shape.metadata) for backend in self._backends]
+        output = self.decoder.forward(shape.input_ids, shape.positions, plans, self._kv, hidden_layers)
+        hidden = output.hidden
+        if logit_rows is not None:
+            if logit_rows.shape[0] == 0:
+                return StepOutput(output.captured, None)
+            hidden = hidden.index_select(0, logit_rows)
+        return StepOutput(output.captured, self.decoder.logits(hidden))

@@ -1,0 +1,42 @@
+"""When did the device come past a point of a step, and is it done?
+
+Four points of a step on its stream: CUDA events, which cost the host nothing to set; on a CPU, where every call is done
+when it returns, the time of the call. Reused from step to step.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+BEGAN, WAITED, FORWARDED, ENDED = range(4)
+
+
+class Marks:
+    """The points of one step at a time. `set` by the thread that launches, `wait` by any, `between` after `wait`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._times = [0.0] * 4
+        self._events: list[torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            # Blocking: a thread that waits for the last one must not take the interpreter from those that work.
+            self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(4)]
+
+    def set(self, point: int) -> None:
+        """The current stream is here."""
+        if self._events is not None:
+            self._events[point].record()
+        else:
+            self._times[point] = time.perf_counter()
+
+    def wait(self) -> None:
+        """Block until the device has come past ENDED."""
+        if self._events is not None:
+            self._events[ENDED].synchronize()
+
+    def between(self, first: int, last: int) -> float:
+        """Milliseconds."""
+        if self._events is not None:
+            return float(self._events[first].elapsed_time(self._events[last]))
+        return (self._times[last] - self._times[first]) * 1e3

@@ -1,0 +1,558 @@
+"""How does a step run when nothing of it is read back before the next one is launched?
+
+`launch` puts a whole step on the device's current stream and returns: drafts are awaited, taken and checked there,
+lengths and anchors are read from per-seat state there, and the verdicts are on their way to the host when it returns.
+`complete`, once the device has come past them, is the host's side: tokens, lengths, shared blocks, the reply. The host
+launches from bounds and completes in the order of the launches.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.channel.device import DeviceTargetEnd, ReplyViews
+from engine.channel.interface import RingEntry
+from engine.errors import ChannelError
+from kernels.kernel_set import KernelSet
+from kernels.reference.commit_rows import CONTEXT_LEN, MISSED, NUM_DRAFTED, NUM_SAMPLED, RAN, TOKENS
+from kernels.reference.sampling import SamplingTensors
+from target_service.channels import OpenChannel
+from target_service.device.buffers import StepBuffers, StepShape
+from target_service.device.forward import Batch, StepForward, StepOutput
+from target_service.device.host_edges import HostEdges
+from target_service.device.logprobs import LogprobRows, StepLogprobs, wanted_rows
+from target_service.device.marks import BEGAN, ENDED, FORWARDED, WAITED, Marks
+from target_service.device.plan_buffer import HostPlan, PlanBuffer
+from target_service.device.rows import look_ahead, plan_rows, wants_drafts
+from target_service.device.sampling import DeviceSampling, SampledRows, SamplingNeeds
+from target_service.device.tables import DeviceTables
+from target_service.flights import Flight, FlightRow, Landing
+from target_service.messages import RowStatus, RowVerdict, StepReply, StepRequest, StepTimes
+from target_service.sessions import Session, Sessions
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Slot:
+    """What one step under way has for itself. verdicts: host memory that its table is copied to."""
+
+    plan: HostPlan
+    verdicts: torch.Tensor
+    marks: Marks
+
+
+@dataclass(slots=True)
+class Results:
+    """What `complete` reads of a step. table_width: columns of the table; num_rows: its rows, padded ones included."""
+
+    slot: Slot
+    num_rows: int
+    table_width: int
+    logprobs: StepLogprobs | None
+    launch_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A step being launched. padded: rows with the padding of a uniform step, whose query_stride is then not 0."""
+
+    step: StepRequest
+    rows: tuple[FlightRow, ...]
+    seats: np.ndarray
+    shape: StepShape
+    needs: SamplingNeeds
+    wants_probs: bool
+    batch: Batch | None
+    logprobs: LogprobRows | None
+    logprob_where: tuple[torch.Tensor, torch.Tensor] | None
+    end: DeviceTargetEnd | None
+    reply: ReplyViews | None
+    num_reply_rows: int
+
+
+class DeviceRunner:
+    """Owner of the per-seat device state and of everything that a step needs on the device. Used by one thread, always
+    under the same current stream.
+
+    max_in_flight: steps that may be launched and not completed. make_landing: how one learns that a step is done;
+    tests delay it.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        forward: StepForward,
+        buffers: StepBuffers,
+        plans: PlanBuffer,
+        tables: DeviceTables,
+        sampling: DeviceSampling,
+        kernels: KernelSet,
+        device: torch.device,
+        vocab_size: int,
+        max_model_len: int,
+        max_in_flight: int,
+        make_landing: Callable[[Marks], Landing] = lambda marks: marks,
+    ) -> None:
+        self.forward = forward
+        self.max_in_flight = max_in_flight
+        self.make_landing = make_landing
+        self._sessions = sessions
+        self._buffers = buffers
+        self._plans = plans
+        self._tables = tables
+        self._sampling = sampling
+        self._kernels = kernels
+        self._device = device
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        pinned = device.type == "cuda"
+        sizes = buffers.sizes
+        most = sizes.max_rows * (TOKENS + sizes.max_drafts + 1)
+        self._slots = [
+            Slot(plan, torch.zeros(most, dtype=torch.int64, pin_memory=pinned), Marks(device)) for plan in plans.host
+        ]
+
+    def place(self, session: Session) -> None:
+        """Set up the state of a request just admitted. Enqueues; waits for nothing."""
+        self._sampling.place(session.seat, session.sampling, session.tokens, session.prompt_len)
+
+    def launch(
+        self,
+        step: StepRequest,
+        placements: Sequence[Session | None],
+        channel: OpenChannel | None,
+        deadline_s: float,
+        settle: Callable[[], None],
+    ) -> Flight:
+        """Put a checked step on the device. placements: each row's session, None where it is not resident. settle:
+        completes the steps under way; used only where a row would starve.
+        """
+        began = time.perf_counter()
+        end = channel.device_end if channel is not None and not channel.end.closed else None
+        step_key = (step.channel_id, step.channel_epoch, step.drafts_from_seq)
+        wanted = step.drafts_from_seq > 0 and any(
+            wants_drafts(row, session, step_key) for row, session in zip(step.rows, placements, strict=True)
+        )
+        places = channel.rows_of(step.drafts_from_seq) if wanted and channel is not None and end is not None else None
+        rows = plan_rows(step, placements, self._sessions, places is not None, settle)
+        if channel is not None and channel.shares_blocks:
+            look_ahead(rows, self._sessions.blocks, channel.end.spec.max_draft_len, self._max_model_len)
+        slot = self._slots.pop()
+        try:
+            hidden_layers = channel.hidden_layers if channel is not None and end is not None else ()
+            waits = False
+            launch, changes = self._pack(slot.plan, step, rows, end, places)
+            self._plans.upload(slot.plan)
+            self._tables.apply(changes)
+            slot.marks.set(BEGAN)
+            if launch.reply is not None and end is not None and channel is not None:
+                # Plans sent before the gateway can have heard of a reply that did not come: one deadline for them all.
+                waits = step.seq - channel.missed_at > step.ahead
+                self._await_drafts(step, channel, end, deadline_s if waits else 0.0)
+            slot.marks.set(WAITED)
+            published = self._run(launch, hidden_layers, channel, slot)
+            flight = Flight(
+                step,
+                rows,
+                self.make_landing(slot.marks),
+                channel,
+                wanted=launch.reply is not None,
+                waited=waits,
+                lost=wanted and places is None,
+                results=published,
+            )
+        except BaseException:
+            self._slots.append(slot)
+            self._tables.forget(session.seat for session in placements if session is not None)
+            raise
+        self._note_launch(flight, step)
+        published.launch_ms = (time.perf_counter() - began) * 1e3
+        return flight
+
+    def complete(self, flight: Flight) -> StepReply:
+        """The host's side of a step that the device has done. In the order of the launches."""
+        results: Results = flight.results
+        table: list[list[int]] = (
+            results.slot.verdicts[: results.num_rows * results.table_width]
+            .view(results.num_rows, results.table_width)
+            .tolist()
+        )
+        missed = flight.lost or (flight.wanted and bool(table) and table[0][MISSED] != 0)
+        if missed and flight.waited and flight.channel is not None:
+            flight.channel.missed_at = max(flight.channel.missed_at, flight.step.seq)
+        verdicts = tuple(
+            self._complete_row(row, table[index], index, results.logprobs) for index, row in enumerate(flight.rows)
+        )
+        marks = results.slot.marks
+        times = StepTimes(
+            wait_ms=marks.between(BEGAN, WAITED),
+            forward_ms=marks.between(WAITED, FORWARDED),
+            verify_ms=marks.between(FORWARDED, ENDED),
+            total_ms=marks.between(BEGAN, ENDED),
+            launch_ms=results.launch_ms,
+        )
+        self.forget(flight)
+        return StepReply(flight.step.seq, verdicts, self._sessions.capacity, times, missed)
+
+    def forget(self, flight: Flight) -> None:
+        """The flight is over, completed or not: what it had for itself is free again. Idempotent."""
+        if flight.results is not None:
+            self._slots.append(flight.results.slot)
+            flight.results = None
+
+    def warm_up(self, hidden_layers: tuple[int, ...], query_lens: Sequence[int]) -> int:
+        """Capture the graphs of uniform steps, before anything is placed or while nothing is under way. Returns how
+        many there are.
+        """
+        plan = self._slots[-1].plan
+        plan.clear(self._buffers.sizes.max_rows)
+        self._plans.upload(plan)
+        for query_len in query_lens:
+            for num_rows in self.forward.graph_rows:
+                if self.forward.padded_rows(num_rows, query_len) == num_rows:
+                    shape = self._buffers.uniform(num_rows, query_len)
+                    self._take(None, 0, shape, None)
+                    self.forward.capture(shape, hidden_layers, greedy=True)
+                    self.forward.capture(shape, hidden_layers, greedy=False)
+        return self.forward.graphs.counts.captures
+
+    # Launching.
+
+    def _pack(
+        self,
+        plan: HostPlan,
+        step: StepRequest,
+        rows: tuple[FlightRow, ...],
+        end: DeviceTargetEnd | None,
+        places: dict[tuple[str, int], int] | None,
+    ) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Write the step's plan, and decide its shape."""
+        num_rows = len(rows)
+        runs = [row for row in rows if row.query_len]
+        longest = max((row.query_len for row in runs), default=0)
+        prompts = any(row.is_prompt for row in runs)
+        padded = None if prompts or not runs else self.forward.padded_rows(num_rows, longest)
+        plan.clear(padded or num_rows)
+        fields = plan.rows
+        fields["tag"][0] = step.seq
+        seats = np.fromiter(
+            [-1 if not row.query_len or row.session is None else row.session.seat for row in rows], np.int32, num_rows
+        )
+        fields["seats"][:num_rows] = seats
+        fields["query_lens"][:num_rows] = query_lens = [row.query_len for row in rows]
+        fields["limits"][:num_rows] = [row.limit for row in rows]
+        reply = end.reply(step.drafts_from_seq) if end is not None and places is not None else None
+        if places is not None and reply is not None:
+            step_key = (step.channel_id, step.channel_epoch, step.drafts_from_seq)
+            fields["places"][:num_rows] = [
+                places.get((row.request.request_id, row.request.epoch), -1)
+                if row.query_len and wants_drafts(row.request, row.session, step_key)
+                else -1
+                for row in rows
+            ]
+        sampling_seats = [row.session.seat for row in runs if row.num_logits and row.session is not None]
+        needs = self._sampling.needs(sampling_seats)
+        self._sampling.fill(plan, seats, needs)
+        if padded is not None:
+            shape = self._buffers.uniform(padded, longest)
+            first_logits = [row * longest for row in range(num_rows)]
+            batch = None
+        else:
+            np.cumsum(query_lens, out=fields["batch_starts"][1 : num_rows + 1])
+            num_tokens = int(fields["batch_starts"][num_rows])
+            width = max((row.query_len for row in runs if not row.is_prompt), default=1) - 1
+            shape = self._buffers.shape(num_rows, num_tokens, width, longest)
+            batch, first_logits = self._pack_batch(plan, rows, prompts)
+        logprobs = wanted_rows(
+            [
+                (index, first_logits[index], row.num_logits, row.session.sampling.num_logprobs)
+                for index, row in enumerate(rows)
+                if row.num_logits and row.session is not None
+            ],
+            TOKENS + shape.drafts.shape[1] + 1,
+            TOKENS,
+        )
+        where = None
+        if logprobs is not None:
+            where = (self._plans.added(plan, logprobs.logit_rows), self._plans.added(plan, logprobs.cells))
+        changes = self._tables.add(self._plans, plan, [seat for seat in seats.tolist() if seat >= 0])
+        wants_probs = reply is not None and reply.probs is not None and self._sampling.wants_probs(sampling_seats)
+        launch = Launch(
+            step,
+            rows,
+            seats,
+            shape,
+            needs,
+            wants_probs,
+            batch,
+            logprobs,
+            where,
+            end,
+            reply,
+            len(places) if places is not None else 0,
+        )
+        return launch, changes
+
+    def _pack_batch(self, plan: HostPlan, rows: tuple[FlightRow, ...], prompts: bool) -> tuple[Batch, list[int]]:
+        """What a step that is not uniform has beside its rows. Returns also each row's first logit row."""
+        fields, num_rows = plan.rows, len(rows)
+        prompt: list[int] = []
+        logit_rows: list[int] = []
+        first_logits: list[int] = []
+        for index, row in enumerate(rows):
+            first_logits.append(len(logit_rows))
+            session = row.session
+            if not row.query_len or session is None:
+                continue
+            if row.is_prompt:
+                start = session.launched_len
+                end = start + row.query_len
+                fields["is_prompt"][index] = True
+                fields["known_lens"][index] = start
+                fields["prompt_starts"][index] = len(prompt)
+                prompt.extend(session.tokens[start:end])
+                if not row.num_logits:
+                    fields["next_prompt_tokens"][index] = session.tokens[end]
+            last = int(fields["batch_starts"][index + 1])
+            logit_rows.extend(range(last - row.num_logits, last))
+        fields["logit_starts"][1 : num_rows + 1] = [*first_logits[1:], len(logit_rows)]
+        device_rows = self._plans.rows
+        batch = Batch(
+            device_rows["batch_starts"][: num_rows + 1],
+            device_rows["is_prompt"][:num_rows],
+            device_rows["prompt_starts"][:num_rows],
+            self._plans.added(plan, np.array(prompt, np.int64)) if prompts else self._buffers.no_prompt,
+            self._plans.added(plan, np.array(logit_rows, np.int64)),
+        )
+        return batch, first_logits
+
+    def _run(self, launch: Launch, hidden_layers: tuple[int, ...], channel: OpenChannel | None, slot: Slot) -> Results:
+        """Enqueue everything from the drafts on."""
+        shape, batch, end = launch.shape, launch.batch, launch.end
+        entry = end.ring(launch.step.seq) if end is not None else None
+        self._take(launch, end.spec.epoch if end is not None else 0, shape, entry[0] if entry is not None else None)
+        greedy = launch.needs.plain
+        if batch is None:
+            output = self.forward.uniform(shape, hidden_layers, greedy)
+        else:
+            output = self.forward.ragged(shape, batch, hidden_layers)
+        slot.marks.set(FORWARDED)
+        if batch is not None or not greedy:
+            self._verify(launch, output)
+        if launch.needs.penalised:
+            self._sampling.count_output(shape.seats, shape.table[:, TOKENS:], shape.num_sampled)
+        logprobs = None
+        if launch.logprobs is not None and launch.logprob_where is not None and output.logits is not None:
+            logprobs = StepLogprobs(launch.logprobs, output.logits, shape.packed, *launch.logprob_where)
+        if channel is not None and end is not None and entry is not None:
+            self._publish(launch, channel, end, *entry, output.captured)
+        slot.verdicts[: shape.packed.shape[0]].copy_(shape.packed, non_blocking=True)
+        slot.marks.set(ENDED)
+        return Results(slot, shape.num_rows, shape.table.shape[1], logprobs, 0.0)
+
+    @staticmethod
+    def _await_drafts(step: StepRequest, channel: OpenChannel, end: DeviceTargetEnd, deadline_s: float) -> None:
+        if isinstance(end, HostEdges):
+            if not end.take(step.drafts_from_seq, deadline_s) and deadline_s:
+                channel.missed_at = step.seq
+        elif deadline_s:  # else the reply's tag tells at once whether it is there
+            end.wait_reply(step.drafts_from_seq, deadline_s)
+
+    def _take(self, launch: Launch | None, epoch: int, shape: StepShape, ring_header: torch.Tensor | None) -> None:
+        buffers, rows, num_rows = self._buffers, self._plans.rows, shape.num_rows
+        reply = launch.reply if launch is not None else None
+        self._kernels.take_drafts(
+            reply.header if reply is not None else None,
+            reply.tokens if reply is not None else None,
+            reply.has_probs if reply is not None and launch is not None and launch.wants_probs else None,
+            launch.step.drafts_from_seq if launch is not None else 0,
+            epoch,
+            launch.num_reply_rows if launch is not None else 0,
+            self._vocab_size,
+            shape.query_stride,
+            rows["places"][:num_rows],
+            rows["seats"][:num_rows],
+            rows["query_lens"][:num_rows],
+            rows["limits"][:num_rows],
+            rows["known_lens"][:num_rows],
+            buffers.context_lens,
+            ring_header,
+            shape.seats,
+            shape.seq_lens,
+            shape.drafts,
+            shape.num_drafts,
+            shape.start_positions,
+            shape.has_probs,
+            buffers.missed,
+        )
+
+    def _verify(self, launch: Launch, output: StepOutput) -> None:
+        """Verdicts of a step whose graph, if it has one, ended at the logits; committed."""
+        shape, plan_rows_, num_rows = launch.shape, self._plans.rows, launch.shape.num_rows
+        if output.logits is None:
+            self.forward.commit(shape, shape.table[:, TOKENS:], self._nothing(num_rows))
+            return
+        batch = launch.batch
+        if batch is None:
+            starts = self._buffers.uniform_starts(num_rows, shape.query_stride)
+            owners = self._buffers.uniform_owners(num_rows, shape.query_stride)
+        else:
+            starts = plan_rows_["logit_starts"][: num_rows + 1]
+            owners = self._owners(starts, output.logits.shape[0]) if not launch.needs.plain else starts
+        draft_probs, has_probs = self._draft_probs(launch)
+        sampling = SamplingTensors(
+            temperature=plan_rows_["temperature"][:num_rows],
+            top_k=plan_rows_["top_k"][:num_rows],
+            top_p=plan_rows_["top_p"][:num_rows],
+            min_p=plan_rows_["min_p"][:num_rows],
+            seeds=plan_rows_["seeds"][:num_rows],
+            match_only=plan_rows_["match_only"][:num_rows],
+            repetition_penalty=plan_rows_["repetition_penalty"][:num_rows],
+            presence_penalty=plan_rows_["presence_penalty"][:num_rows],
+            frequency_penalty=plan_rows_["frequency_penalty"][:num_rows],
+        )
+        verdict = self._sampling.verdict(
+            output.logits,
+            SampledRows(
+                shape.seats, starts, owners, shape.drafts, shape.start_positions, sampling, draft_probs, has_probs
+            ),
+            launch.needs,
+        )
+        self.forward.commit(shape, verdict.tokens, verdict.num_sampled)
+
+    def _draft_probs(self, launch: Launch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The probabilities that the step's drafts were drawn with: copies, since what is looked at must be what is
+        used. A row whose numbers cannot be probabilities has none.
+        """
+        width = launch.shape.drafts.shape[1]
+        if not launch.wants_probs or width == 0 or launch.reply is None or launch.reply.probs is None:
+            return None, None
+        places = self._plans.rows["places"][: launch.shape.num_rows].clamp(min=0).to(torch.int64)
+        probs = launch.reply.probs[:, :width].index_select(0, places)
+        if probs.shape[1] < width:
+            probs = torch.nn.functional.pad(probs, (0, 0, 0, width - probs.shape[1]))
+        # A negative or NaN "probability" could bring up a token that the target's own filters leave out.
+        lowest, highest = probs.flatten(1).aminmax(dim=1)
+        return probs, launch.shape.has_probs & (lowest >= 0) & (highest < float("inf"))
+
+    def _publish(
+        self,
+        launch: Launch,
+        channel: OpenChannel,
+        end: DeviceTargetEnd,
+        header: torch.Tensor,
+        entry: RingEntry,
+        captured: torch.Tensor | None,
+    ) -> None:
+        """Enqueue the ring entry and its publication. A channel that cannot take it costs drafts, never the step."""
+        shape, rows, step = launch.shape, self._plans.rows, launch.step
+        num_rows, num_entry_rows = len(launch.rows), shape.num_rows
+        starts = self._buffers.uniform_starts(num_entry_rows, shape.query_stride) if launch.batch is None else None
+        if launch.batch is not None:
+            starts = launch.batch.starts
+        assert starts is not None
+        max_tokens = sum(row.query_len for row in launch.rows)
+        spec = end.spec
+        if num_rows > spec.max_rows or max_tokens > spec.max_tokens:
+            _log.warning("step %d does not fit the channel of drafter %s", step.seq, channel.drafter_id)
+            return
+        # Block tables are for who mirrors them; over host channels everybody gets them, as host execution does it.
+        with_tables = channel.shares_blocks or end.kind != "cuda_ipc"
+        tables = shape.metadata.block_tables[:num_rows, : entry.block_tables.shape[1]] if with_tables else None
+        self._kernels.write_ring_entry(
+            spec.epoch,
+            max_tokens,
+            starts[: num_rows + 1],
+            shape.seats[:num_rows],
+            shape.query_lens[:num_rows],
+            shape.seq_lens[:num_rows],
+            shape.num_sampled[:num_rows],
+            shape.num_rejected[:num_rows],
+            shape.anchors[:num_rows],
+            rows["next_prompt_tokens"][:num_rows],
+            rows["temperature"][:num_rows],
+            rows["seeds"][:num_rows],
+            shape.positions,
+            shape.input_ids,
+            shape.metadata.slot_mapping,
+            tables,
+            captured if entry.hidden is not None else None,
+            header,
+            entry.query_start_loc,
+            entry.seats,
+            entry.seq_lens,
+            entry.num_sampled,
+            entry.num_rejected,
+            entry.anchors,
+            entry.next_prompt_tokens,
+            entry.temperatures,
+            entry.seeds,
+            entry.positions,
+            entry.input_ids,
+            entry.slot_mapping,
+            entry.block_tables,
+            entry.hidden,
+        )
+        header[:1].copy_(rows["tag"][:1])
+        try:
+            end.publish(step.seq)
+        except ChannelError as error:
+            _log.warning("step %d not published to drafter %s: %s", step.seq, channel.drafter_id, error)
+            return
+        places = {(row.request.request_id, row.request.epoch): index for index, row in enumerate(launch.rows)}
+        channel.remember(step.seq, places)
+
+    def _note_launch(self, flight: Flight, step: StepRequest) -> None:
+        """From here on the host counts the step as under way."""
+        step_key = (step.channel_id, step.channel_epoch, step.seq)
+        for row in flight.rows:
+            if row.session is not None and row.query_len:
+                row.session.row_launched(row.query_len, row.num_logits > 0)
+                if row.num_logits:
+                    row.session.last_step = step_key
+
+    def _owners(self, starts: torch.Tensor, num_logits: int) -> torch.Tensor:
+        lens = starts[1:] - starts[:-1]
+        rows = torch.arange(lens.shape[0], device=lens.device)
+        return torch.repeat_interleave(rows, lens, output_size=num_logits)
+
+    def _nothing(self, num_rows: int) -> torch.Tensor:
+        return torch.zeros(num_rows, dtype=torch.int32, device=self._device)
+
+    # Completing.
+
+    def _complete_row(
+        self, row: FlightRow, numbers: list[int], index: int, logprobs: StepLogprobs | None
+    ) -> RowVerdict:
+        """One row's verdict; its session moves on."""
+        request, session = row.request, row.session
+        if session is None:
+            return RowVerdict(request.request_id, request.epoch, row.status)
+        if not row.query_len:
+            return RowVerdict(request.request_id, request.epoch, row.status, context_len=session.context_len)
+        session.row_back(row.query_len, row.num_logits > 0)
+        if not numbers[RAN]:  # the steps before it have given the request all the tokens it may have
+            return RowVerdict(request.request_id, request.epoch, RowStatus.SKIPPED, context_len=session.context_len)
+        num_sampled = numbers[NUM_SAMPLED]
+        tokens = numbers[TOKENS : TOKENS + num_sampled]
+        session.context_len = numbers[CONTEXT_LEN]
+        session.tokens.extend(tokens)
+        if session.resident:
+            self._sessions.blocks.register_written(session.seat, session.tokens, session.context_len)
+        return RowVerdict(
+            request.request_id,
+            request.epoch,
+            RowStatus.OK,
+            tuple(tokens),
+            max(0, num_sampled - 1),
+            numbers[NUM_DRAFTED],
+            session.context_len,
+            logprobs.of_row(index, num_sampled) if logprobs is not None and num_sampled else (),
+        )
