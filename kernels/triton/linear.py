@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options, prefetch_rows
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, prefetch_rows
+from kernels.triton.overlap import overlap_options as overlap_options
 
 # Rows of x up to which these kernels make sense.
 MAX_ROWS = 64
@@ -199,8 +200,9 @@ def skinny_linear(
         parts = tiling.splits * (2 if gated else 1)
         scratch = torch.empty(parts * num_rows * size_out, dtype=torch.float32, device=x.device)
     split_len = triton.cdiv(triton.cdiv(size_in, tiling.block_in), tiling.splits) * tiling.block_in
-    # Pieces of 64 bytes and more.
+    # Pieces of 64 bytes and more, at multiples of 16.
     least = 32 * (128 // tiling.block_out)
+    aligned = weight.element_size() == 2 and size_in % 8 == 0 and weight.data_ptr() % 16 == 0
     ahead = min(PREFETCH_BYTES // (2 * weight.shape[0] * tiling.splits), split_len) // least * least
     _skinny[(triton.cdiv(size_out, tiling.block_out), tiling.splits)](
         x,
@@ -223,7 +225,7 @@ def skinny_linear(
         SPLIT=tiling.splits > 1,
         STAGES=tiling.num_stages,
         WIDE=_INTERPRETED or x.dtype == torch.float32,
-        PREFETCH=ahead if weight.element_size() == 2 else 0,
+        PREFETCH=ahead if aligned else 0,
         num_warps=tiling.num_warps,
         **overlap_options(x.device),
     )

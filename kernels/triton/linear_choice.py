@@ -39,6 +39,11 @@ _MEASURED: dict[tuple[int, int, bool], _Steps] = {
 }
 
 
+def measured() -> dict[tuple[int, int, bool], _Steps]:
+    """All of it; a copy."""
+    return dict(_MEASURED)
+
+
 def choose_tiling(out_features: int, in_features: int, gated: bool) -> _Steps:
     """The steps for a weight [out_features, in_features] in bfloat16; empty: always torch's own."""
     return _MEASURED.get((out_features, in_features, gated), ())

@@ -181,7 +181,11 @@ def attention_kernels(shape: Shape, dtype: torch.dtype, steps: Sequence[tuple[in
 def linear_kernels() -> None:
     """Every tiling that is chosen for a weight, with its launches overlapping, as on the GPU it was chosen for."""
     overlap_options = linear.overlap_options
-    linear.overlap_options = lambda device: {"OVERLAP": True, "launch_pdl": True}
+
+    def always(device: torch.device) -> dict[str, Any]:
+        return {"OVERLAP": True, "launch_pdl": True}
+
+    linear.overlap_options = always
     counters = ints(9999)
     try:
         for (outs, ins, gated), steps in linear_choice.measured().items():
