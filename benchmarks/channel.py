@@ -3,7 +3,7 @@
 Two processes. A round is: the target fills a ring entry and publishes it; the drafter takes it, copies the hidden
 states out and publishes its drafts; the target takes them. No model runs, so what is left is the channel: half of the
 smallest round is a hop. `bytes` travels over a gRPC stream on localhost, as in the services. Prints a table, then one
-JSON object as the last line; times in microseconds.
+JSON object as the last line, in microseconds. For `cuda_ipc`, whose hops no host takes part in: benchmarks/hop.py.
 
     python -m benchmarks.channel [--rounds N] [--hidden-width W]
 """

@@ -18,6 +18,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -105,12 +106,13 @@ def be_target(link: Connection, peer: Connection, device: str, rounds: int, repe
 
         return run
 
-    def run_rounds(first: int, with_data: bool) -> float:
+    def run_rounds(first: int, with_data: bool) -> list[float]:
+        """Microseconds of each hop."""
         peer.send((first, rounds, with_data))
         peer.recv()
         if cuda:
             torch.cuda._sleep(HEAD_START_CYCLES)
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
             events[0].record()
         start = time.perf_counter()
         for seq in range(first, first + rounds):
@@ -118,25 +120,29 @@ def be_target(link: Connection, peer: Connection, device: str, rounds: int, repe
                 runner.run(work(seq))
             end.publish(seq)
             end.wait_reply(seq, PATIENCE_S)
-        if cuda:
-            events[1].record()
+            if cuda:
+                events[seq - first + 1].record()
         runner.synchronize(PATIENCE_S)
         took_us = 1e6 * (time.perf_counter() - start)
         peer.recv()
-        return float(events[0].elapsed_time(events[1])) * 1e3 if cuda else took_us
+        if not cuda:
+            return [took_us / rounds / 2]
+        return [float(one.elapsed_time(other)) * 1e3 / 2 for one, other in pairwise(events)]
 
     found: dict[str, list[float]] = {"empty": [], "with data": []}
     seq = 1
     for repeat in range(-1, repeats):
         for name, values in found.items():
-            took = run_rounds(seq, name == "with data")
+            hops = run_rounds(seq, name == "with data")
             seq += rounds
             if repeat >= 0:
-                values.append(took / rounds / 2)
+                values.extend(hops)
     peer.send(None)
     end.close()
     end.wait_closed(PATIENCE_S)
-    link.send({name: round(statistics.median(values), 2) for name, values in found.items()})
+    figures = {name: round(statistics.median(values), 2) for name, values in found.items()}
+    worst = {f"{name}, p99": round(sorted(values)[len(values) * 99 // 100], 2) for name, values in found.items()}
+    link.send(figures | worst)
 
 
 def measure(devices: list[str], rounds: int, repeats: int) -> dict[str, float]:
@@ -185,9 +191,10 @@ def main() -> None:
                 result["hop_us"]["MPS"] = measure(options.devices, options.rounds, options.repeats)
     name = "no MPS" if shared else "simulated" if simulated else "two GPUs"
     result["hop_us"][name] = measure(options.devices, options.rounds, options.repeats)
-    table = Table("between", "empty", "with data", title="a hop, microseconds")
+    columns = ("empty", "empty, p99", "with data", "with data, p99")
+    table = Table("between", *columns, title="a hop, microseconds")
     for name, figures in result["hop_us"].items():
-        table.add_row(name, *(f"{figures[key]:.1f}" for key in ("empty", "with data")))
+        table.add_row(name, *(f"{figures[key]:.1f}" for key in columns))
     Console().print(table)
     print(json.dumps(result))
 
