@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from engine.decoder import Decoder, ForwardOutput
 from engine.graphs import GraphCache
+from engine.model_config import ModelConfig
 from kernels.attention.interface import AttentionMetadata
 from tests.engine.batches import BatchRunner
 from tests.tiny_models import load_reference, make_tiny_model
@@ -129,6 +130,22 @@ def test_a_graph_gives_the_bits_of_an_eager_run(pair: tuple[Decoder, PreTrainedM
     assert (graphs.counts.captures, graphs.counts.replays, graphs.counts.eager_runs) == (1, 4, 1)
     for got, expected in zip(replayed, eager, strict=True):
         assert torch.equal(got, expected)
+
+
+def test_overlapping_launches_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a real size, so that the products of few rows run and ask for their weights ahead. Over and over: what
+    is read too early differs from run to run.
+    """
+    config = ModelConfig.from_directory(Path(__file__).resolve().parents[2] / "configs/shapes/llama-3-8b")
+    config = replace(config, num_layers=4, windows=(None,) * 4)
+    decoder = Decoder.dummy(config, torch.bfloat16, DEVICE)
+    tokens = random_tokens(60, 4)
+    monkeypatch.setenv("OUTRIDER_LAUNCH_OVERLAP", "0")
+    expected = decode_steps(decoder, GraphCache(DEVICE), tokens)
+    monkeypatch.setenv("OUTRIDER_LAUNCH_OVERLAP", "1")
+    for enabled in (True, False, True, True):
+        got = decode_steps(decoder, GraphCache(DEVICE, enabled), tokens)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
 
 
 def test_a_run_has_its_effects_once_however_it_is_run() -> None:
