@@ -27,6 +27,7 @@ from protos import common_pb2, drafter_pb2
 if TYPE_CHECKING:
     from drafter_service.device.local import LocalDrafter
     from target_service.core import TargetCore
+    from target_service.messages import ServiceInfo
 
 READY_S = 180.0
 RUN_S = 240.0
@@ -92,14 +93,14 @@ class OneProcess:
 def _work(link: Connection, config: str) -> None:
     """The worker. What goes wrong is sent as a DriverError."""
     try:
-        with _both(Path(config)) as (target, drafter):
+        with both_in_one(Path(config)) as (target, drafter):
             asyncio.run(_serve(link, target, drafter))
     except Exception as error:  # whatever it is, the parent reports it
         link.send(DriverError(f"{type(error).__name__}: {error}"))
         raise
 
 
-async def _serve(link: Connection, target: _TargetStream, drafter: _DrafterStream) -> None:
+async def _serve(link: Connection, target: InProcessTarget, drafter: InProcessDrafter) -> None:
     """Runs what it is asked to, on one driver, so that steps are numbered on, until it is told to end."""
     async with PlanDriver(target, drafter, "one") as driver:
         link.send("ready")
@@ -115,7 +116,7 @@ async def _serve(link: Connection, target: _TargetStream, drafter: _DrafterStrea
 
 
 @contextlib.contextmanager
-def _both(config: Path) -> Iterator[tuple[_TargetStream, _DrafterStream]]:
+def both_in_one(config: Path) -> Iterator[tuple[InProcessTarget, InProcessDrafter]]:
     """Both services' cores, loaded, on one stream, with a channel between them."""
     import torch
 
@@ -167,7 +168,7 @@ def _both(config: Path) -> Iterator[tuple[_TargetStream, _DrafterStream]]:
         )
         drafter.attach(channel.drafter, target.info.max_model_len)
         try:
-            yield _TargetStream(target.core), _DrafterStream(drafter)
+            yield InProcessTarget(target.core, target.info), InProcessDrafter(drafter)
         finally:
             target.core.settle()
             drafter.collect(all_of_them=True)
@@ -175,13 +176,14 @@ def _both(config: Path) -> Iterator[tuple[_TargetStream, _DrafterStream]]:
             target.channels.close()
 
 
-class _TargetStream:
+class InProcessTarget:
     """PlanDriver's stream to the target, whose commands are carried out as they are sent."""
 
-    def __init__(self, core: TargetCore) -> None:
+    def __init__(self, core: TargetCore, info: ServiceInfo) -> None:
         from engine.outbox import Outbox
         from target_service.streams import GatewayStream
 
+        self.info = info
         self._core = core
         self._stream = GatewayStream(1, Outbox(1, lambda: None))
         self._outcomes: deque[Any] = deque()
@@ -207,7 +209,7 @@ class _TargetStream:
         return getattr(message, kind)
 
 
-class _DrafterStream:
+class InProcessDrafter:
     """PlanDriver's stream to the drafter, likewise."""
 
     def __init__(self, drafter: LocalDrafter) -> None:

@@ -322,8 +322,8 @@ def print_table(result: dict[str, Any]) -> None:
     Console(width=150).print(table)
 
 
-def parse() -> Setting:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this module and `benchmarks.step_profile` take."""
     parser.add_argument("--model", help="directory or name of the model; default: a tiny one made on the spot")
     parser.add_argument("--head", help="the EAGLE-3 head's checkpoint; default: random weights, shaped like the model")
     parser.add_argument("--device", default="cuda" if has_gpu() else "cpu")
@@ -340,7 +340,10 @@ def parse() -> Setting:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", default="abcd", help="some of a, b, c, d, e")
-    options = parser.parse_args()
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    """Of what `add_arguments` took."""
     if options.model is None:
         from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -372,7 +375,9 @@ def parse() -> Setting:
 
 def main() -> None:
     """Parse, run, print."""
-    setting = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    setting = setting_of(parser.parse_args())
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as scratch:
         samples, bandwidth = asyncio.run(measure(setting, Path(scratch), console))
