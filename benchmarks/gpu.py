@@ -69,6 +69,14 @@ def kill_headline(result: Result) -> str:
     )
 
 
+def profile_headline(result: Result) -> str:
+    return (
+        f"GPU busy {100 * result['gpu_busy']:.1f} %, drafting {result['drafting_us']} us in "
+        f"{result['drafting_launches']} launches, copies to the host on the way: "
+        f"{result['copies_to_host_while_drafting']}; a step has {result['per_step']}"
+    )
+
+
 def sanitized_headline(result: Result) -> str:
     return f"{result['tool']}: errors {result['errors']}, {result['steps']} steps, {result['missed']} missed"
 
@@ -85,6 +93,7 @@ def sections() -> dict[str, Section]:
             90,
             step_headline,
         ),
+        "profile-8b": Section(("-m", "benchmarks.step_profile", *shape), 60, profile_headline),
         "serve": Section(("-m", "benchmarks.serve_gpu"), 140, serve_headline),
         "drafter-kill": Section(("-m", "benchmarks.drafter_kill"), 80, kill_headline),
         "kernels": Section(("-m", "benchmarks.kernels", "--repeats", "15"), 90, kernels_headline),
