@@ -56,19 +56,21 @@ class HostPlan:
 
     def __init__(self, memory: torch.Tensor, offsets: dict[str, int], max_rows: int, tail: int) -> None:
         self.memory = memory
-        bytes_np = memory.numpy()
+        bytes_np: np.ndarray = memory.numpy()
         self.rows = {
             name: bytes_np[offsets[name] : offsets[name] + (max_rows + 1) * np.dtype(dtype).itemsize].view(dtype)
             for name, (dtype, _) in FIELDS.items()
         }
+        for name, (_, padding) in FIELDS.items():
+            self.rows[name][:] = padding
         self._bytes = bytes_np
+        self._padding = bytes_np[:tail].copy()
         self._tail = tail
         self.used = tail
 
-    def clear(self, num_rows: int) -> None:
-        """Begin a step of `num_rows` rows: all of them padding, nothing behind them."""
-        for name, (_, padding) in FIELDS.items():
-            self.rows[name][: num_rows + 1] = padding
+    def clear(self) -> None:
+        """Begin a step: all rows are padding, nothing is behind them."""
+        self._bytes[: self._tail] = self._padding
         self.used = self._tail
 
     def add(self, array: np.ndarray) -> int | None:

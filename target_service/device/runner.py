@@ -8,35 +8,31 @@ launches from bounds and completes in the order of the launches.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from engine.channel.device import DeviceTargetEnd, ReplyViews
-from engine.channel.interface import RingEntry
-from engine.errors import ChannelError
+from engine.channel.device import DeviceTargetEnd
 from kernels.kernel_set import KernelSet
 from kernels.reference.commit_rows import CONTEXT_LEN, MISSED, NUM_DRAFTED, NUM_SAMPLED, RAN, TOKENS
 from kernels.reference.sampling import SamplingTensors
 from target_service.channels import OpenChannel
 from target_service.device.buffers import StepBuffers, StepShape
-from target_service.device.forward import Batch, StepForward, StepOutput
+from target_service.device.forward import StepForward, StepOutput
 from target_service.device.host_edges import HostEdges
-from target_service.device.logprobs import LogprobRows, StepLogprobs, wanted_rows
+from target_service.device.logprobs import StepLogprobs
 from target_service.device.marks import BEGAN, ENDED, FORWARDED, WAITED, Marks
+from target_service.device.packing import Launch, Packer
 from target_service.device.plan_buffer import HostPlan, PlanBuffer
+from target_service.device.publishing import publish_step
 from target_service.device.rows import look_ahead, plan_rows, wants_drafts
-from target_service.device.sampling import DeviceSampling, SampledRows, SamplingNeeds
+from target_service.device.sampling import DeviceSampling, SampledRows
 from target_service.device.tables import DeviceTables
 from target_service.flights import Flight, FlightRow, Landing
 from target_service.messages import RowStatus, RowVerdict, StepReply, StepRequest, StepTimes
 from target_service.sessions import Session, Sessions
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,24 +53,6 @@ class Results:
     table_width: int
     logprobs: StepLogprobs | None
     launch_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A step being launched. padded: rows with the padding of a uniform step, whose query_stride is then not 0."""
-
-    step: StepRequest
-    rows: tuple[FlightRow, ...]
-    seats: np.ndarray
-    shape: StepShape
-    needs: SamplingNeeds
-    wants_probs: bool
-    batch: Batch | None
-    logprobs: LogprobRows | None
-    logprob_where: tuple[torch.Tensor, torch.Tensor] | None
-    end: DeviceTargetEnd | None
-    reply: ReplyViews | None
-    num_reply_rows: int
 
 
 class DeviceRunner:
@@ -108,6 +86,7 @@ class DeviceRunner:
         self._plans = plans
         self._tables = tables
         self._sampling = sampling
+        self._packer = Packer(plans, buffers, tables, sampling, forward)
         self._kernels = kernels
         self._device = device
         self._vocab_size = vocab_size
@@ -148,9 +127,9 @@ class DeviceRunner:
         try:
             hidden_layers = channel.hidden_layers if channel is not None and end is not None else ()
             waits = False
-            launch, changes = self._pack(slot.plan, step, rows, end, places)
+            launch = self._packer.pack(slot.plan, step, rows, end, places)
             self._plans.upload(slot.plan)
-            self._tables.apply(changes)
+            self._tables.apply(launch.changes)
             slot.marks.set(BEGAN)
             if launch.reply is not None and end is not None and channel is not None:
                 # Plans sent before the gateway can have heard of a reply that did not come: one deadline for them all.
@@ -212,7 +191,7 @@ class DeviceRunner:
         many there are.
         """
         plan = self._slots[-1].plan
-        plan.clear(self._buffers.sizes.max_rows)
+        plan.clear()
         self._plans.upload(plan)
         for query_len in query_lens:
             for num_rows in self.forward.graph_rows:
@@ -224,114 +203,6 @@ class DeviceRunner:
         return self.forward.graphs.counts.captures
 
     # Launching.
-
-    def _pack(
-        self,
-        plan: HostPlan,
-        step: StepRequest,
-        rows: tuple[FlightRow, ...],
-        end: DeviceTargetEnd | None,
-        places: dict[tuple[str, int], int] | None,
-    ) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Write the step's plan, and decide its shape."""
-        num_rows = len(rows)
-        runs = [row for row in rows if row.query_len]
-        longest = max((row.query_len for row in runs), default=0)
-        prompts = any(row.is_prompt for row in runs)
-        padded = None if prompts or not runs else self.forward.padded_rows(num_rows, longest)
-        plan.clear(padded or num_rows)
-        fields = plan.rows
-        fields["tag"][0] = step.seq
-        seats = np.fromiter(
-            [-1 if not row.query_len or row.session is None else row.session.seat for row in rows], np.int32, num_rows
-        )
-        fields["seats"][:num_rows] = seats
-        fields["query_lens"][:num_rows] = query_lens = [row.query_len for row in rows]
-        fields["limits"][:num_rows] = [row.limit for row in rows]
-        reply = end.reply(step.drafts_from_seq) if end is not None and places is not None else None
-        if places is not None and reply is not None:
-            step_key = (step.channel_id, step.channel_epoch, step.drafts_from_seq)
-            fields["places"][:num_rows] = [
-                places.get((row.request.request_id, row.request.epoch), -1)
-                if row.query_len and wants_drafts(row.request, row.session, step_key)
-                else -1
-                for row in rows
-            ]
-        sampling_seats = [row.session.seat for row in runs if row.num_logits and row.session is not None]
-        needs = self._sampling.needs(sampling_seats)
-        self._sampling.fill(plan, seats, needs)
-        if padded is not None:
-            shape = self._buffers.uniform(padded, longest)
-            first_logits = [row * longest for row in range(num_rows)]
-            batch = None
-        else:
-            np.cumsum(query_lens, out=fields["batch_starts"][1 : num_rows + 1])
-            num_tokens = int(fields["batch_starts"][num_rows])
-            width = max((row.query_len for row in runs if not row.is_prompt), default=1) - 1
-            shape = self._buffers.shape(num_rows, num_tokens, width, longest)
-            batch, first_logits = self._pack_batch(plan, rows, prompts)
-        logprobs = wanted_rows(
-            [
-                (index, first_logits[index], row.num_logits, row.session.sampling.num_logprobs)
-                for index, row in enumerate(rows)
-                if row.num_logits and row.session is not None
-            ],
-            TOKENS + shape.drafts.shape[1] + 1,
-            TOKENS,
-        )
-        where = None
-        if logprobs is not None:
-            where = (self._plans.added(plan, logprobs.logit_rows), self._plans.added(plan, logprobs.cells))
-        changes = self._tables.add(self._plans, plan, [seat for seat in seats.tolist() if seat >= 0])
-        wants_probs = reply is not None and reply.probs is not None and self._sampling.wants_probs(sampling_seats)
-        launch = Launch(
-            step,
-            rows,
-            seats,
-            shape,
-            needs,
-            wants_probs,
-            batch,
-            logprobs,
-            where,
-            end,
-            reply,
-            len(places) if places is not None else 0,
-        )
-        return launch, changes
-
-    def _pack_batch(self, plan: HostPlan, rows: tuple[FlightRow, ...], prompts: bool) -> tuple[Batch, list[int]]:
-        """What a step that is not uniform has beside its rows. Returns also each row's first logit row."""
-        fields, num_rows = plan.rows, len(rows)
-        prompt: list[int] = []
-        logit_rows: list[int] = []
-        first_logits: list[int] = []
-        for index, row in enumerate(rows):
-            first_logits.append(len(logit_rows))
-            session = row.session
-            if not row.query_len or session is None:
-                continue
-            if row.is_prompt:
-                start = session.launched_len
-                end = start + row.query_len
-                fields["is_prompt"][index] = True
-                fields["known_lens"][index] = start
-                fields["prompt_starts"][index] = len(prompt)
-                prompt.extend(session.tokens[start:end])
-                if not row.num_logits:
-                    fields["next_prompt_tokens"][index] = session.tokens[end]
-            last = int(fields["batch_starts"][index + 1])
-            logit_rows.extend(range(last - row.num_logits, last))
-        fields["logit_starts"][1 : num_rows + 1] = [*first_logits[1:], len(logit_rows)]
-        device_rows = self._plans.rows
-        batch = Batch(
-            device_rows["batch_starts"][: num_rows + 1],
-            device_rows["is_prompt"][:num_rows],
-            device_rows["prompt_starts"][:num_rows],
-            self._plans.added(plan, np.array(prompt, np.int64)) if prompts else self._buffers.no_prompt,
-            self._plans.added(plan, np.array(logit_rows, np.int64)),
-        )
-        return batch, first_logits
 
     def _run(self, launch: Launch, hidden_layers: tuple[int, ...], channel: OpenChannel | None, slot: Slot) -> Results:
         """Enqueue everything from the drafts on."""
@@ -352,7 +223,8 @@ class DeviceRunner:
         if launch.logprobs is not None and launch.logprob_where is not None and output.logits is not None:
             logprobs = StepLogprobs(launch.logprobs, output.logits, shape.packed, *launch.logprob_where)
         if channel is not None and end is not None and entry is not None:
-            self._publish(launch, channel, end, *entry, output.captured)
+            starts = self._starts(shape) if batch is None else batch.starts
+            publish_step(self._kernels, launch, channel, entry, starts, self._plans.rows, output.captured)
         slot.verdicts[: shape.packed.shape[0]].copy_(shape.packed, non_blocking=True)
         slot.marks.set(ENDED)
         return Results(slot, shape.num_rows, shape.table.shape[1], logprobs, 0.0)
@@ -395,28 +267,28 @@ class DeviceRunner:
 
     def _verify(self, launch: Launch, output: StepOutput) -> None:
         """Verdicts of a step whose graph, if it has one, ended at the logits; committed."""
-        shape, plan_rows_, num_rows = launch.shape, self._plans.rows, launch.shape.num_rows
+        shape, fields, num_rows = launch.shape, self._plans.rows, launch.shape.num_rows
         if output.logits is None:
             self.forward.commit(shape, shape.table[:, TOKENS:], self._nothing(num_rows))
             return
         batch = launch.batch
         if batch is None:
-            starts = self._buffers.uniform_starts(num_rows, shape.query_stride)
+            starts = self._starts(shape)
             owners = self._buffers.uniform_owners(num_rows, shape.query_stride)
         else:
-            starts = plan_rows_["logit_starts"][: num_rows + 1]
+            starts = fields["logit_starts"][: num_rows + 1]
             owners = self._owners(starts, output.logits.shape[0]) if not launch.needs.plain else starts
         draft_probs, has_probs = self._draft_probs(launch)
         sampling = SamplingTensors(
-            temperature=plan_rows_["temperature"][:num_rows],
-            top_k=plan_rows_["top_k"][:num_rows],
-            top_p=plan_rows_["top_p"][:num_rows],
-            min_p=plan_rows_["min_p"][:num_rows],
-            seeds=plan_rows_["seeds"][:num_rows],
-            match_only=plan_rows_["match_only"][:num_rows],
-            repetition_penalty=plan_rows_["repetition_penalty"][:num_rows],
-            presence_penalty=plan_rows_["presence_penalty"][:num_rows],
-            frequency_penalty=plan_rows_["frequency_penalty"][:num_rows],
+            temperature=fields["temperature"][:num_rows],
+            top_k=fields["top_k"][:num_rows],
+            top_p=fields["top_p"][:num_rows],
+            min_p=fields["min_p"][:num_rows],
+            seeds=fields["seeds"][:num_rows],
+            match_only=fields["match_only"][:num_rows],
+            repetition_penalty=fields["repetition_penalty"][:num_rows],
+            presence_penalty=fields["presence_penalty"][:num_rows],
+            frequency_penalty=fields["frequency_penalty"][:num_rows],
         )
         verdict = self._sampling.verdict(
             output.logits,
@@ -442,73 +314,6 @@ class DeviceRunner:
         lowest, highest = probs.flatten(1).aminmax(dim=1)
         return probs, launch.shape.has_probs & (lowest >= 0) & (highest < float("inf"))
 
-    def _publish(
-        self,
-        launch: Launch,
-        channel: OpenChannel,
-        end: DeviceTargetEnd,
-        header: torch.Tensor,
-        entry: RingEntry,
-        captured: torch.Tensor | None,
-    ) -> None:
-        """Enqueue the ring entry and its publication. A channel that cannot take it costs drafts, never the step."""
-        shape, rows, step = launch.shape, self._plans.rows, launch.step
-        num_rows, num_entry_rows = len(launch.rows), shape.num_rows
-        starts = self._buffers.uniform_starts(num_entry_rows, shape.query_stride) if launch.batch is None else None
-        if launch.batch is not None:
-            starts = launch.batch.starts
-        assert starts is not None
-        max_tokens = sum(row.query_len for row in launch.rows)
-        spec = end.spec
-        if num_rows > spec.max_rows or max_tokens > spec.max_tokens:
-            _log.warning("step %d does not fit the channel of drafter %s", step.seq, channel.drafter_id)
-            return
-        # Block tables are for who mirrors them; over host channels everybody gets them, as host execution does it.
-        with_tables = channel.shares_blocks or end.kind != "cuda_ipc"
-        tables = shape.metadata.block_tables[:num_rows, : entry.block_tables.shape[1]] if with_tables else None
-        self._kernels.write_ring_entry(
-            spec.epoch,
-            max_tokens,
-            starts[: num_rows + 1],
-            shape.seats[:num_rows],
-            shape.query_lens[:num_rows],
-            shape.seq_lens[:num_rows],
-            shape.num_sampled[:num_rows],
-            shape.num_rejected[:num_rows],
-            shape.anchors[:num_rows],
-            rows["next_prompt_tokens"][:num_rows],
-            rows["temperature"][:num_rows],
-            rows["seeds"][:num_rows],
-            shape.positions,
-            shape.input_ids,
-            shape.metadata.slot_mapping,
-            tables,
-            captured if entry.hidden is not None else None,
-            header,
-            entry.query_start_loc,
-            entry.seats,
-            entry.seq_lens,
-            entry.num_sampled,
-            entry.num_rejected,
-            entry.anchors,
-            entry.next_prompt_tokens,
-            entry.temperatures,
-            entry.seeds,
-            entry.positions,
-            entry.input_ids,
-            entry.slot_mapping,
-            entry.block_tables,
-            entry.hidden,
-        )
-        header[:1].copy_(rows["tag"][:1])
-        try:
-            end.publish(step.seq)
-        except ChannelError as error:
-            _log.warning("step %d not published to drafter %s: %s", step.seq, channel.drafter_id, error)
-            return
-        places = {(row.request.request_id, row.request.epoch): index for index, row in enumerate(launch.rows)}
-        channel.remember(step.seq, places)
-
     def _note_launch(self, flight: Flight, step: StepRequest) -> None:
         """From here on the host counts the step as under way."""
         step_key = (step.channel_id, step.channel_epoch, step.seq)
@@ -517,6 +322,9 @@ class DeviceRunner:
                 row.session.row_launched(row.query_len, row.num_logits > 0)
                 if row.num_logits:
                     row.session.last_step = step_key
+
+    def _starts(self, shape: StepShape) -> torch.Tensor:
+        return self._buffers.uniform_starts(shape.num_rows, shape.query_stride)
 
     def _owners(self, starts: torch.Tensor, num_logits: int) -> torch.Tensor:
         lens = starts[1:] - starts[:-1]

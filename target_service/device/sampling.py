@@ -7,7 +7,7 @@ comes that has such. The same order and the same arithmetic as `verification`, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,36 +34,42 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """What the rows of a step that sample need beside argmax; `plain`: nothing."""
+    """What the rows of a step that sample need beside argmax. `weighs`: some may weigh drafts by their probability.
+    `plain`: they need nothing.
+    """
 
     random: bool = False
     filtered: bool = False
     penalised: bool = False
     biased: bool = False
+    weighs: bool = False
 
     @property
     def plain(self) -> bool:
         return not (self.random or self.penalised or self.biased)
 
-    def merged(self, other: SamplingNeeds) -> SamplingNeeds:
-        """What either needs."""
-        return SamplingNeeds(
-            self.random or other.random,
-            self.filtered or other.filtered,
-            self.penalised or other.penalised,
-            self.biased or other.biased,
-        )
+
+# As bits, so that a step's rows are merged by `|`.
+_RANDOM, _FILTERED, _PENALISED, _BIASED, _WEIGHS = 1, 2, 4, 8, 16
+_NEEDS = tuple(
+    SamplingNeeds(*(bool(bits & bit) for bit in (_RANDOM, _FILTERED, _PENALISED, _BIASED, _WEIGHS)))
+    for bits in range(32)
+)
 
 
-def needs_of(settings: SamplingSettings) -> SamplingNeeds:
-    """What one request needs."""
-    random = settings.temperature > 0
-    return SamplingNeeds(
-        random,
-        random and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0),
-        settings.has_penalties,
-        bool(settings.logit_bias),
-    )
+def _needs_of(settings: SamplingSettings) -> int:
+    bits = 0
+    if settings.temperature > 0:
+        bits |= _RANDOM
+        if settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0:
+            bits |= _FILTERED
+        if not settings.seeded:
+            bits |= _WEIGHS
+    if settings.has_penalties:
+        bits |= _PENALISED
+    if settings.logit_bias:
+        bits |= _BIASED
+    return bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +118,16 @@ class DeviceSampling:
             "frequency_penalty": np.zeros(num_seats, dtype=np.float32),
             "match_only": np.zeros(num_seats, dtype=np.bool_),
         }
-        self._needs = [SamplingNeeds()] * num_seats
+        self._needs = [0] * num_seats
         self._prompt_mask: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
 
     def place(self, seat: int, settings: SamplingSettings, token_ids: Sequence[int], prompt_len: int) -> None:
         """Take over a seat. Tokens from prompt_len on were generated in earlier epochs and count as output."""
-        needs = needs_of(settings)
-        before, self._needs[seat] = self._needs[seat], needs
+        bits = _needs_of(settings)
+        needs, before = _NEEDS[bits], _NEEDS[self._needs[seat]]
+        self._needs[seat] = bits
         self._seeds[seat] = settings.seed
         for name, numbers in self._numbers.items():
             if name == "match_only":
@@ -143,17 +150,12 @@ class DeviceSampling:
                 tokens = self._ids([token for token, _ in settings.logit_bias])
                 bias.index_add_(0, tokens, to_device(values, self._device))
 
-    def needs(self, seats: Sequence[int]) -> SamplingNeeds:
+    def needs(self, seats: Iterable[int]) -> SamplingNeeds:
         """What rows of these seats need together."""
-        found = SamplingNeeds()
+        bits = 0
         for seat in seats:
-            found = found.merged(self._needs[seat])
-        return found
-
-    def wants_probs(self, seats: Sequence[int]) -> bool:
-        """Whether any of these weighs drafts by their probabilities."""
-        temperature, match_only = self._numbers["temperature"], self._numbers["match_only"]
-        return any(temperature[seat] > 0 and not match_only[seat] for seat in seats)
+            bits |= self._needs[seat]
+        return _NEEDS[bits]
 
     def fill(self, plan: HostPlan, seats: np.ndarray, needs: SamplingNeeds) -> None:
         """Write the rows' parameters into a plan. seats: [R], -1: none (gets some seat's, which is never read)."""

@@ -1,0 +1,87 @@
+"""How is a step told to the drafter, from the device?
+
+One kernel writes the ring entry, from what the step left in its buffers; then its tag; then the counter that the
+drafter's stream waits for. What the host cannot know (which rows ran, how many of their drafts were there) the kernel
+leaves out by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from engine.channel.interface import RingEntry
+from engine.errors import ChannelError
+from kernels.kernel_set import KernelSet
+from target_service.channels import OpenChannel
+from target_service.device.packing import Launch
+
+_log = logging.getLogger(__name__)
+
+
+def publish_step(
+    kernels: KernelSet,
+    launch: Launch,
+    channel: OpenChannel,
+    entry: tuple[torch.Tensor, RingEntry],
+    starts: torch.Tensor,
+    rows: dict[str, torch.Tensor],
+    captured: torch.Tensor | None,
+) -> None:
+    """Enqueue the ring entry and its publication. A channel that cannot take it costs drafts, never the step.
+
+    entry: header and tensors of the step's entry. starts: [>= R + 1] int32, where each row's tokens begin in the batch.
+    rows: the plan's fields on the device.
+    """
+    header, ring = entry
+    shape, step, num_rows = launch.shape, launch.step, len(launch.rows)
+    spec = channel.end.spec
+    if num_rows > spec.max_rows or launch.num_tokens > spec.max_tokens:
+        _log.warning("step %d does not fit the channel of drafter %s", step.seq, channel.drafter_id)
+        return
+    # Block tables are for who mirrors them; over host channels everybody gets them, as with host execution.
+    with_tables = channel.shares_blocks or channel.end.kind != "cuda_ipc"
+    tables = shape.metadata.block_tables[:num_rows, : ring.block_tables.shape[1]] if with_tables else None
+    kernels.write_ring_entry(
+        spec.epoch,
+        launch.num_tokens,
+        starts[: num_rows + 1],
+        shape.seats[:num_rows],
+        shape.query_lens[:num_rows],
+        shape.seq_lens[:num_rows],
+        shape.num_sampled[:num_rows],
+        shape.num_rejected[:num_rows],
+        shape.anchors[:num_rows],
+        rows["next_prompt_tokens"][:num_rows],
+        rows["temperature"][:num_rows],
+        rows["seeds"][:num_rows],
+        shape.positions,
+        shape.input_ids,
+        shape.metadata.slot_mapping,
+        tables,
+        captured if ring.hidden is not None else None,
+        header,
+        ring.query_start_loc,
+        ring.seats,
+        ring.seq_lens,
+        ring.num_sampled,
+        ring.num_rejected,
+        ring.anchors,
+        ring.next_prompt_tokens,
+        ring.temperatures,
+        ring.seeds,
+        ring.positions,
+        ring.input_ids,
+        ring.slot_mapping,
+        ring.block_tables,
+        ring.hidden,
+    )
+    header[:1].copy_(rows["tag"][:1], non_blocking=True)
+    try:
+        channel.device_end.publish(step.seq)
+    except ChannelError as error:
+        _log.warning("step %d not published to drafter %s: %s", step.seq, channel.drafter_id, error)
+        return
+    places = {(row.request.request_id, row.request.epoch): index for index, row in enumerate(launch.rows)}
+    channel.remember(step.seq, places)
