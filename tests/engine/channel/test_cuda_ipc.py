@@ -3,90 +3,30 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 
-from engine.channel import cuda_ipc, watchdog
+from engine.channel import watchdog
 from engine.channel.control import Word, reached
-from engine.channel.cuda_ipc import CudaIpcDrafterEnd, CudaIpcTargetEnd
-from engine.channel.host import SHM_DIR
-from engine.channel.layout import SEQ
-from engine.channel.memory import PREFIX
+from engine.channel.cuda_ipc import CudaIpcDrafterEnd
 from engine.errors import ChannelError
+from tests.engine.channel.device_ends import NOTICED_S, PATIENCE_S, Ends, hold_up, released_after_s, until
 from tests.engine.channel.device_peer import AHEAD, HEARTBEAT_S, NUM_STEPS
 from tests.engine.channel.device_steps import Counts, drafter_step, target_step, write_entry
-from tests.engine.channel.entries import SPEC, decode, encode, spec_with, wrong_tensors
+from tests.engine.channel.entries import SPEC, decode, encode, wrong_tensors
 from tests.engine.channel.simulated import SimulatedDriver
 from tests.processes import ProcessGroup, TestProcess
 
 PEER = "tests.engine.channel.device_peer"
-# Far longer than any deadline: a stream that is not released fails the test.
-PATIENCE_S = 60.0
-NOTICED_S = 10.0
-
-
-class Ends:
-    """A target's end with its device, and drafter's ends in the same process on devices of their own."""
-
-    def __init__(self, **changes: object) -> None:
-        self.device = SimulatedDriver()
-        self.target = CudaIpcTargetEnd(spec_with(**changes), self.device, HEARTBEAT_S, PATIENCE_S)
-        self.drafter_device = SimulatedDriver()
-        self._drafters: list[CudaIpcDrafterEnd] = []
-
-    def attach(self) -> CudaIpcDrafterEnd:
-        drafter = CudaIpcDrafterEnd(self.target.describe(), self.drafter_device, HEARTBEAT_S)
-        self._drafters.append(drafter)
-        return drafter
-
-    def memory_file(self) -> Path:
-        return SHM_DIR / self.target.describe().regions[0].handle.decode()
-
-    def page_file(self) -> Path:
-        return SHM_DIR / self.target.describe().control.handle.decode()
-
-    def close(self) -> None:
-        for end in (*self._drafters, self.target):
-            end.close()
-        for end in (*self._drafters, self.target):
-            assert end.wait_closed(PATIENCE_S)
-        assert self.device.stream.faults == self.drafter_device.stream.faults == []
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends()
-    yield made
-    made.close()
 
 
 def start_peer(processes: ProcessGroup, ends: Ends, mode: str) -> TestProcess:
     peer = processes.python("-m", PEER, "simulated", mode, encode(ends.target.describe()))
     peer.wait_for_line("^attached$")
     return peer
-
-
-def hold_up(device: SimulatedDriver, until: threading.Event) -> None:
-    """Enqueue work that takes until then."""
-
-    def wait() -> None:
-        until.wait(PATIENCE_S)
-
-    device.run(wait)
-
-
-def released_after_s(device: SimulatedDriver) -> float:
-    start = time.monotonic()
-    device.synchronize(PATIENCE_S)
-    return time.monotonic() - start
 
 
 def test_steps_cross_processes_with_plans_running_ahead(processes: ProcessGroup, ends: Ends) -> None:
@@ -308,14 +248,6 @@ def test_a_late_publication_does_not_catch_a_released_wait_again(ends: Ends) -> 
     assert control.low(Word.DRAFTER_SEQ) == 2
 
 
-def until(condition: object) -> None:
-    assert callable(condition)
-    end = time.monotonic() + NOTICED_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)  # another thread's work, which signals nothing
-
-
 @pytest.mark.parametrize(
     ("low", "number", "is_reached"),
     [
@@ -350,106 +282,3 @@ def test_steps_go_on_where_the_counters_wrap(ends: Ends) -> None:
     assert counts.absent.item() == 1  # step first - 1 was never written
     assert drafter_counts.absent.item() == 0
     assert ends.target._control.low(Word.TARGET_SEQ) == (first + 7) & 0xFFFFFFFF
-
-
-def test_numbers_that_cannot_be_are_refused(ends: Ends) -> None:
-    with pytest.raises(ChannelError, match="step 1 was not published"):
-        ends.target.wait_reply(1, 1.0)
-    ends.target.publish(5)
-    for seq in (5, 4):
-        with pytest.raises(ChannelError, match="is not after step 5"):
-            ends.target.publish(seq)
-
-
-def test_waits_without_end_are_refused(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "MAX_WAITS", 10)
-    ends.attach()
-    ends.target.publish(1)
-    ends.device.run(lambda: time.sleep(0.2))
-    for _ in range(10):
-        ends.target.wait_reply(1, 0.1)
-    with pytest.raises(ChannelError, match="10 waits are under way"):
-        ends.target.wait_reply(1, 0.1)
-
-
-def test_every_entry_is_absent_at_first(ends: Ends) -> None:
-    drafter = ends.attach()
-    for seq in range(1, SPEC.depth + 1):
-        assert drafter.ring(seq)[0][SEQ].item() == 0
-        assert ends.target.reply(seq).header[SEQ].item() == 0
-
-
-def test_entries_are_handed_out_at_full_size(ends: Ends) -> None:
-    header, entry = ends.target.ring(4)
-    assert header.shape == (8,)
-    assert (entry.seq, entry.num_rows, entry.num_tokens) == (4, SPEC.max_rows, SPEC.max_tokens)
-    assert entry.hidden is not None
-    assert entry.hidden.shape == (SPEC.max_tokens, SPEC.hidden_width)
-    assert entry.query_start_loc.shape == (SPEC.max_rows + 1,)
-    reply = ends.target.reply(4)
-    assert reply.probs is not None
-    assert reply.probs.shape == (SPEC.max_rows, SPEC.max_draft_len, SPEC.vocab_size)
-    assert ends.target.ring(4 + SPEC.depth)[0].data_ptr() == header.data_ptr()
-
-
-def test_a_channel_of_bfloat16_without_hidden_states_or_probs_has_none() -> None:
-    ends = Ends(hidden_width=0, draft_probs=False)
-    assert ends.target.ring(1)[1].hidden is None
-    assert ends.target.reply(1).probs is None
-    assert ends.target.reply(1).has_probs is None
-    ends.close()
-    ends = Ends(hidden_dtype=torch.bfloat16)
-    hidden = ends.attach().ring(1)[1].hidden
-    assert hidden is not None
-    assert hidden.dtype == torch.bfloat16
-    del hidden
-    ends.close()
-
-
-def test_what_the_drafter_cannot_use_is_refused(ends: Ends) -> None:
-    description = ends.target.describe()
-    regions = description.regions
-    elsewhere = tuple(replace(region, device_uuid="SIM-1") for region in regions)
-    wider = (regions[0], replace(regions[1], shape=(SPEC.depth, 9)), *regions[2:])
-    for wrong, message in (
-        (replace(description, regions=elsewhere), "SIM-1.*out of reach"),
-        (replace(description, regions=wider), r"regions\[reply.header\]"),
-        (replace(description, depth=SPEC.depth + 1), "regions"),
-        (replace(description, epoch=SPEC.epoch + 1), "control.epoch"),
-        (replace(description, regions=(replace(regions[0], device_uuid="SIM-1"), *regions[1:])), "regions"),
-    ):
-        with pytest.raises(ChannelError, match=message):
-            CudaIpcDrafterEnd(wrong, ends.drafter_device, HEARTBEAT_S)
-
-
-def test_an_exporter_cannot_open_its_own_memory(ends: Ends) -> None:
-    with pytest.raises(ChannelError, match="exported by this very process"):
-        CudaIpcDrafterEnd(ends.target.describe(), ends.device, HEARTBEAT_S)
-    assert not ends.target.peer_alive()
-
-
-def test_a_device_without_room_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(SHM_DIR.glob(f"{PREFIX}{os.getpid()}-*"))
-    device = SimulatedDriver()
-
-    def no_room(buffer: object) -> object:
-        raise ChannelError("kind: no room")
-
-    monkeypatch.setattr(device, "register", no_room)
-    with pytest.raises(ChannelError, match="no room"):
-        CudaIpcTargetEnd(SPEC, device, HEARTBEAT_S, PATIENCE_S)
-    gc.collect()
-    assert set(SHM_DIR.glob(f"{PREFIX}{os.getpid()}-*")) <= before
-
-
-def test_patience_with_the_device_is_said_once(ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: object) -> None:
-    assert isinstance(caplog, pytest.LogCaptureFixture)
-    monkeypatch.setattr(cuda_ipc, "PATIENCE_S", 0.05)
-    go = threading.Event()
-    hold_up(ends.device, go)
-    target_step(ends.target, ends.device, 1, Counts(ends.device.device), PATIENCE_S)
-    ends.target.close()
-    assert not ends.target.wait_closed(0.3)
-    go.set()
-    assert ends.target.wait_closed(NOTICED_S)
-    assert [record.message for record in caplog.records] == ["cpu is not past a closed channel after 0 s"]
