@@ -276,7 +276,8 @@ def test_a_newer_attach_replaces_the_older_channel(target_address: str) -> None:
             driver = Driver(gateway, newer)
             running = driver.request(prompt_of(5), 3)
             driver.run([running])
-            newer.close()  # once it has read what was published
+            while len(newer.entries) < 3 and time.monotonic() < end:
+                time.sleep(0.02)  # until its thread has read what was published
             assert len(newer.entries) == 3
 
 
