@@ -82,8 +82,10 @@ def _attend(
     TILE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     WIDE: tl.constexpr,
+    FAR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """FAR: the cache has more elements than 32 bits can count."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -134,7 +136,9 @@ def _attend(
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
         for begin in range(first_key, end_key, BLOCK_KEYS):
             keys = begin + tl.arange(0, BLOCK_KEYS)
-            blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=keys < end_key, other=0).to(tl.int64)
+            blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=keys < end_key, other=0)
+            if FAR:
+                blocks = blocks.to(tl.int64)
             offsets = (blocks * CACHE_BLOCK + keys % CACHE_BLOCK) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
             offsets = offsets[:, None] + dims[None, :]
             # What lies past a row's end in its last block is another request's, or nothing at all: never loaded.
@@ -188,47 +192,49 @@ def _merge(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A token's head: zeros where it is of no row that runs, the stretches' mix where its row has several."""
+    """Some of a token's heads: zeros where it is of no row that runs, the stretches' mix where its row has several."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     rows = tl.arange(0, BLOCK_ROWS)
     starts = tl.load(starts_ptr + rows, mask=rows < num_rows, other=0)
     ends = tl.load(starts_ptr + rows + 1, mask=rows < num_rows, other=2147483647)
+    lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
     row = tl.sum((ends <= token).to(tl.int32), axis=0)
-    of_a_row = row < num_rows
-    row_start = tl.load(starts_ptr + row, mask=of_a_row, other=0)
-    query_len = tl.load(starts_ptr + row + 1, mask=of_a_row, other=0) - row_start
-    seq_len = tl.load(seq_lens_ptr + row, mask=of_a_row, other=0)
+    query_lens = tl.where(rows < num_rows, ends - starts, 0)
+    query_len = tl.sum(tl.where(rows == row, query_lens, 0), axis=0)
+    seq_len = tl.sum(tl.where(rows == row, lens, 0), axis=0)
+    row_start = tl.sum(tl.where(rows == row, starts, 0), axis=0)
     dims = tl.arange(0, BLOCK_DIM)
-    out_ptrs = out_ptr + (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims
+    out_mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    out_ptrs = out_ptr + (token.to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     if seq_len <= 0:
-        zeros = tl.zeros([BLOCK_DIM], tl.float32)
-        tl.store(out_ptrs, zeros.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+        zeros = tl.zeros([HEADS, BLOCK_DIM], tl.float32)
+        tl.store(out_ptrs, zeros.to(out_ptr.dtype.element_ty), mask=out_mask)
     elif query_len <= MAX_SHORT:
         num_keys = seq_len - _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
         split_len = _split_len(num_keys, split_keys, max_splits, BLOCK_KEYS)
         if num_keys > split_len:
-            lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
-            query_lens = tl.where(rows < row, ends - starts, 0)
-            query_lens = tl.where((query_lens <= MAX_SHORT) & (lens > 0), query_lens, 0)
-            scratch = (tl.sum(query_lens, axis=0) + token - row_start).to(tl.int64)
+            before = tl.where((rows < row) & (query_lens <= MAX_SHORT) & (lens > 0), query_lens, 0)
+            scratch = (tl.sum(before, axis=0) + token - row_start).to(tl.int64)
             splits = tl.arange(0, BLOCK_SPLITS)
-            mask = splits * split_len < num_keys
-            where = (scratch * NUM_HEADS + head) * split_stride + splits
+            mask = (heads < NUM_HEADS)[:, None] & (splits * split_len < num_keys)[None, :]
+            where = (scratch * NUM_HEADS + heads)[:, None] * split_stride + splits[None, :]
+            parts_mask = mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+            parts_ptrs = partial_ptr + where[:, :, None] * HEAD_DIM + dims[None, None, :]
+            parts = tl.load(parts_ptrs, mask=parts_mask, other=0.0)
             bests = tl.load(stats_ptr + where * 2, mask=mask, other=float("-inf"))
             totals = tl.load(stats_ptr + where * 2 + 1, mask=mask, other=0.0)
-            best = tl.max(bests, axis=0)
-            shares = tl.exp2(bests - tl.where(best == float("-inf"), 0.0, best))
-            total = tl.sum(totals * shares, axis=0)
-            parts_mask = mask[:, None] & (dims < HEAD_DIM)[None, :]
-            parts = tl.load(partial_ptr + where[:, None] * HEAD_DIM + dims[None, :], mask=parts_mask, other=0.0)
-            mixed = tl.sum(parts * shares[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-            tl.store(out_ptrs, mixed.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+            best = tl.max(bests, axis=1)
+            shares = tl.exp2(bests - tl.where(best == float("-inf"), 0.0, best)[:, None])
+            total = tl.sum(totals * shares, axis=1)
+            mixed = tl.sum(parts * shares[:, :, None], axis=1) / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(out_ptrs, mixed.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 # Under the interpreter there are no dot products but float32's.
@@ -280,12 +286,19 @@ def attend(
         "BLOCK_ROWS": block_rows,
     }
     splitting = (tiling.split_keys, tiling.max_splits, split_stride)
-    overlap = overlap_options(q.device)
-    layer = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "CACHE_BLOCK": cache_block}
+    short_tile = max(16, triton.next_power_of_2(triton.next_power_of_2(short_len) * group))
     wide = _INTERPRETED or q.dtype == torch.float32
+    overlap = overlap_options(q.device)
+    # Three programs of four warps fit a multiprocessor's registers, and the compiler gets by with as many.
+    registers = {} if _INTERPRETED or wide or short_tile > 32 else {"maxnreg": 168}
+    layer = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "CACHE_BLOCK": cache_block,
+        "FAR": k_cache.numel() >= 2**31,
+    }
     inputs = (q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out)
     sizes = (scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_rows)
-    short_tile = max(16, triton.next_power_of_2(triton.next_power_of_2(short_len) * group))
     _attend[(min(tiling.num_programs, num_rows * split_stride * num_kv_heads),)](
         *inputs,
         partial,
@@ -301,6 +314,7 @@ def attend(
         num_warps=8 if short_tile > 64 or (wide and short_tile > 16) else 4,
         num_stages=tiling.num_stages,
         **overlap,
+        **registers,
     )
     if max_query_len > SHORT_LEN:
         long_tile = max(tiling.long_tile, triton.next_power_of_2(group))
@@ -317,7 +331,9 @@ def attend(
             num_warps=tiling.long_warps,
             **overlap,
         )
-    _merge[(num_tokens, num_heads)](
+    # Many tokens: a few heads to a program, so that there are not more programs than the device takes in at once.
+    merge_heads = 1 if num_tokens * num_heads <= tiling.num_programs * 4 else 4
+    _merge[(num_tokens, triton.cdiv(num_heads, merge_heads))](
         query_start_loc,
         seq_lens,
         out,
@@ -329,7 +345,8 @@ def attend(
         **shared,
         BLOCK_KEYS=tiling.block_keys,
         BLOCK_SPLITS=triton.next_power_of_2(split_stride),
-        num_warps=2,
+        HEADS=merge_heads,
+        num_warps=2 if merge_heads == 1 else 4,
         **overlap,
     )
     return out

@@ -34,18 +34,23 @@ def _turn(
     BLOCK_DIM: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    FAR: tl.constexpr,
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One block of keys. MASKED: some token may not see some of them. Returns the new (best, total, mixed)."""
+    """One block of keys. FAR: the cache has more elements than 32 bits can count. MASKED: some token may not see some
+    of them. Returns the new (best, total, mixed).
+    """
     keys = begin + tl.arange(0, BLOCK_KEYS)
     dims = tl.arange(0, BLOCK_DIM)
     if MASKED:
         # What lies past a row's end in its last block is another request's, or nothing at all: never loaded.
         inside = keys < end_key
-        blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=inside, other=0).to(tl.int64)
+        blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=inside, other=0)
     else:
-        blocks = tl.load(table_ptr + keys // CACHE_BLOCK).to(tl.int64)
+        blocks = tl.load(table_ptr + keys // CACHE_BLOCK)
+    if FAR:
+        blocks = blocks.to(tl.int64)
     offsets = (blocks * CACHE_BLOCK + keys % CACHE_BLOCK) * TOKEN_STRIDE + head_offset
     offsets = offsets[:, None] + dims[None, :]
     if MASKED:
@@ -104,6 +109,7 @@ def attend_long_rows(
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
+    FAR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Rows of more than MAX_SHORT tokens; others are left alone."""
@@ -164,19 +170,19 @@ def attend_long_rows(
             for begin in tl.range(first_key, open_key, BLOCK_KEYS, num_stages=STAGES):
                 best, total, mixed = _turn(
                     q, best, total, mixed, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
-                    head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW,
+                    head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW, FAR,
                     True, DOT,
                 )  # fmt: skip
         for begin in tl.range(open_key, shut_key, BLOCK_KEYS, num_stages=STAGES):
             best, total, mixed = _turn(
                 q, best, total, mixed, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
-                head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW,
+                head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW, FAR,
                 False, DOT,
             )  # fmt: skip
         for begin in tl.range(shut_key, end_key, BLOCK_KEYS, num_stages=1):
             best, total, mixed = _turn(
                 q, best, total, mixed, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
-                head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW,
+                head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW, FAR,
                 True, DOT,
             )  # fmt: skip
         result = mixed / tl.where(total > 0, total, 1.0)[:, None]
