@@ -71,6 +71,9 @@ class Services:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:  # what went wrong may be told there
+            for name in self.names:
+                print(f"--- {name}\n{self.log(name)}", file=sys.stderr)
         for process in self._processes.values():
             self._ask_to_stop(process)
         for process in self._processes.values():
