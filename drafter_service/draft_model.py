@@ -59,8 +59,8 @@ class DraftModelSpeculator:
                 "drafter.metadata_source", "`reuse` needs method eagle3: a draft model's rows are not the target's"
             )
         config = decoder.config
-        self._decoder = decoder
-        self._settings = settings
+        self.decoder = decoder
+        self.settings = settings
         self.max_len = config.max_model_len if settings.max_len is None else min(settings.max_len, config.max_model_len)
         pool = BlockPool(settings.num_blocks + 1, settings.block_size, settings.prefix_caching, shift=0)
         self.blocks = RequestBlocks(pool, settings.num_seats, self.max_len, decoder.device)
@@ -74,7 +74,7 @@ class DraftModelSpeculator:
             decoder.device,
         )
         # All groups see the same blocks, so one builder serves them; they differ in their window alone.
-        self._attentions = [
+        self.attentions = [
             make_attention(
                 settings.attention,
                 config.num_heads,
@@ -90,7 +90,7 @@ class DraftModelSpeculator:
     @property
     def needs(self) -> ChannelNeeds:
         """See Speculator.needs."""
-        settings = self._settings
+        settings = self.settings
         return ChannelNeeds(
             max_draft_len=settings.max_draft_len,
             draft_probs=settings.draft_sampling == "probabilistic",
@@ -106,9 +106,9 @@ class DraftModelSpeculator:
 
     def check_channel(self, spec: ChannelSpec) -> None:
         """See Speculator.check_channel."""
-        if self._settings.max_tokens < spec.max_rows:
+        if self.settings.max_tokens < spec.max_rows:
             raise ChannelError(
-                f"drafter.max_step_tokens: {self._settings.max_tokens} is less than the {spec.max_rows} rows of a step"
+                f"drafter.max_step_tokens: {self.settings.max_tokens} is less than the {spec.max_rows} rows of a step"
             )
 
     def admit(self, resident: Resident) -> int:
@@ -138,11 +138,34 @@ class DraftModelSpeculator:
         """See Speculator.check_integrity."""
         self.blocks.check_integrity()
 
+    # Where the device runs ahead of the host: bounds before a step, the truth after it.
+
+    def bound(self, resident: Resident, length: int, draft_len: int) -> int:
+        """Make room for at most so many tokens, and for drafts behind them. Returns the positions the request may use;
+        0: it does not run.
+        """
+        if resident.warmth is not Warmth.WARM:
+            return 0
+        if not self._reserve(resident, min(length, self.max_len), draft_len):
+            self._stop(resident, Warmth.COLD)
+            return 0
+        return min(self.blocks.capacity(resident.seat), self.max_len)
+
+    def followed(self, resident: Resident, computed_len: int) -> None:
+        """So many leading tokens of the resident have their KV now."""
+        self._seats[resident.seat].computed = computed_len
+        if resident.warmth is Warmth.WARM:
+            self.blocks.register_written(resident.seat, resident.tokens, computed_len)
+
+    def not_followed(self, resident: Resident, too_long: bool) -> None:
+        """A step could not run a row of the resident: there was a hole, or no room for it."""
+        self._stop(resident, Warmth.OFF if too_long else Warmth.COLD)
+
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftProposal:
         """See Speculator.propose."""
         started = time.perf_counter()
-        entry = entry_on(batch.entry, self._decoder.device)
+        entry = entry_on(batch.entry, self.decoder.device)
         runs = self._plan_runs(batch.rows)
         if not runs:
             return empty_proposal(entry.num_rows)
@@ -162,7 +185,7 @@ class DraftModelSpeculator:
             entry,
             batch.target_vocab,
             None,
-            batch.wants_probs and self._settings.draft_sampling == "probabilistic",
+            batch.wants_probs and self.settings.draft_sampling == "probabilistic",
         )
         if logits is not None:
             self.metadata.begin_draft(last_positions, last_slots)
@@ -183,13 +206,13 @@ class DraftModelSpeculator:
         hold up the others.
         """
         runs: list[_Run] = []
-        left = self._settings.max_tokens
+        left = self.settings.max_tokens
         pending = [(row, self._missing(row)) for row in rows if row.resident.warmth is Warmth.WARM]
         for row, (start, end) in sorted(pending, key=lambda item: item[1][1] - item[1][0]):
             resident, count = row.resident, min(end - start, left)
             if count <= 0 or resident.warmth is not Warmth.WARM:
                 continue
-            unknown = max(resident.tokens[start : start + count]) >= self._decoder.config.vocab_size
+            unknown = max(resident.tokens[start : start + count]) >= self.decoder.config.vocab_size
             if start + count > self.max_len or unknown:
                 self._stop(resident, Warmth.OFF)
                 continue
@@ -229,7 +252,7 @@ class DraftModelSpeculator:
         self, runs: Sequence[_Run], num_drafting: int, target_vocab: int
     ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Run the tokens. Returns logits [num_drafting, V] of the first rows' last tokens, their positions, slots."""
-        device = self._decoder.device
+        device = self.decoder.device
         starts = np.array([run.start for run in runs])
         ends = np.array([run.end for run in runs])
         query_start_loc = make_query_start_loc(ends - starts)
@@ -238,7 +261,7 @@ class DraftModelSpeculator:
         seats = np.array([run.row.resident.seat for run in runs])
         metadata = self.metadata.build(self.blocks.sync(), seats, query_start_loc, ends, positions)
         token_ids = torch.tensor(ids, dtype=torch.int64, device=device)
-        output = self._decoder.forward(token_ids, positions, self._plans(metadata), self.kv)
+        output = self.decoder.forward(token_ids, positions, self._plans(metadata), self.kv)
         last = torch.from_numpy(query_start_loc[1 : num_drafting + 1].astype(np.int64) - 1).to(device)
         logits = self._logits(output.hidden[last], target_vocab) if num_drafting else None
         return logits, positions[last], metadata.slot_mapping[last]
@@ -260,18 +283,18 @@ class DraftModelSpeculator:
             self.metadata.advance(num_rows)
             plans = self._plans(self.metadata.draft_step(num_rows))
             positions = self.metadata.step_positions[:num_rows]
-            output = self._decoder.forward(tokens[:num_rows], positions, plans, self.kv)
+            output = self.decoder.forward(tokens[:num_rows], positions, plans, self.kv)
             tokens = chooser.choose(self._logits(output.hidden, target_vocab), step)
         drafts = chooser.tokens.tolist()
         for row, draft_len in zip(rows, draft_lens, strict=True):
             self._seats[row.resident.seat].drafted = drafts[row.index][: draft_len - 1]
 
     def _plans(self, metadata: AttentionMetadata) -> list[AttentionPlan]:
-        return [attention.plan(metadata) for attention in self._attentions]
+        return [attention.plan(metadata) for attention in self.attentions]
 
     def _logits(self, hidden: torch.Tensor, target_vocab: int) -> torch.Tensor:
         """Without the ids that the target does not have (some models pad their vocabulary)."""
-        return self._decoder.logits(hidden)[:, :target_vocab]
+        return self.decoder.logits(hidden)[:, :target_vocab]
 
     def _stop(self, resident: Resident, warmth: Warmth) -> None:
         resident.warmth = warmth

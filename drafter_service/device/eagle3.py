@@ -13,98 +13,56 @@ from functools import partial
 
 import torch
 
-from drafter_service.device.counted_graphs import CountedGraphs
+from drafter_service.device.base import ProgramBase, check_attention
 from drafter_service.device.head import HeadOutput, HeadRunner
 from drafter_service.device.metadata import DeviceMetadata
-from drafter_service.device.plan_buffers import MISMATCHES, ReportLayout
 from drafter_service.device.program import DeviceOptions
-from drafter_service.device.seat_tables import SeatTables
-from drafter_service.device.shapes import StepShape, step_shape, tokens_per_row
-from drafter_service.device.taken import make_taken
+from drafter_service.device.shapes import StepShape, step_shape
 from drafter_service.eagle3.speculator import Eagle3Speculator
 from drafter_service.residency import Resident
 from engine.channel.device import ReplyViews
 from engine.channel.interface import RingEntry
-from engine.errors import ConfigError
-from engine.graphs import GraphCounts
 from kernels.attention.interface import RotatingPlan
 from kernels.kernel_set import KernelSet
 from kernels.layout import PAD_SLOT
-from kernels.reference.philox import DRAFT
 from kernels.reference.take_entry import TakenLayout, TakenRows
 
 
-class Eagle3Program:
+class Eagle3Program(ProgramBase):
     """See DrafterProgram. Shares the speculator's head, KV cache and blocks."""
 
     def __init__(self, speculator: Eagle3Speculator, kernels: KernelSet, options: DeviceOptions) -> None:
-        settings, config = speculator.settings, speculator.head.config
-        self.speculator = speculator
-        self.device = speculator.device
-        self.max_rows, self.max_tokens = settings.num_seats, settings.max_tokens
-        self.max_draft_len, self.max_len = settings.max_draft_len, speculator.placements.max_len
-        self._kernels = kernels
-        self._options = options
-        self._placements = speculator.placements
+        settings, config, device = speculator.settings, speculator.head.config, speculator.device
+        placements = speculator.placements
+        super().__init__(settings, device, placements.blocks, speculator.target_ids, kernels, options)
+        check_attention([speculator.attention])
+        self.max_len = placements.max_len
+        self._placements = placements
         self._kv = speculator.kv
         self._head = HeadRunner(speculator.head, kernels)
         self._attention = speculator.attention
-        if self._attention.needs_host_lens:
-            raise ConfigError("drafter.attention", f"{self._attention.name!r} needs host lengths: use execution host")
         self._plans: dict[int, RotatingPlan] = {}
-        self._views: dict[tuple[int, int], TakenRows] = {}
-        self._row_tokens = tokens_per_row(self.max_draft_len)
-
-        device = self.device
-        layout = ReportLayout(self.max_rows, self.max_tokens)
-        self.report = torch.zeros(layout.num_words, dtype=torch.int64, device=device)
-        self.taken = make_taken(self.report, layout, device)
         self.layout: TakenLayout | None = None
         if settings.metadata_source == "reuse":
             self.layout = TakenLayout(
                 torch.full((self.max_tokens,), PAD_SLOT, dtype=torch.int64, device=device),
-                torch.zeros((self.max_rows, self._placements.max_blocks), dtype=torch.int32, device=device),
+                torch.zeros((self.max_rows, placements.max_blocks), dtype=torch.int32, device=device),
                 self._kv.num_blocks,
                 settings.block_size,
             )
-        self.tables = SeatTables(self._placements.blocks, self.max_rows, device)
         self._metadata = DeviceMetadata(
-            self.taken,
-            self.tables.device[None],
-            (settings.block_size,),
-            self.max_len,
-            kernels,
-            options.fused,
-            self.report[MISMATCHES : MISMATCHES + 1] if options.shadow else None,
-            self.layout,
+            *(self.counts, self.max_rows, self.max_tokens, self.tables.device[None], (settings.block_size,)),
+            *(self.max_len, kernels, options.fused, self._mismatches(), self.layout),
         )
-        self.counts = self._metadata.counts
-        self._graphs = CountedGraphs(self.device, options.cuda_graphs, self.counts)
-
-        head_dtype = self._head.dtype
-        captured_tokens = min(self.max_tokens, max(options.graph_rows, default=0) * self._row_tokens[-1])
+        dtype = self._head.dtype
         width = config.num_captured * config.target_hidden_size
-        self._hidden = torch.zeros((captured_tokens, width), dtype=head_dtype, device=device)
+        self._hidden = torch.zeros((self._graph_tokens, width), dtype=dtype, device=device)
         self._ids = torch.zeros(self.max_tokens, dtype=torch.int64, device=device)
         self._last_index = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
-        self._carry = torch.zeros((self.max_rows, config.hidden_size), dtype=head_dtype, device=device)
-        # By step, so that the tokens of one step lie side by side.
-        self._tokens = torch.zeros((self.max_draft_len, self.max_rows), dtype=torch.int64, device=device)
-        self.drafts = self._tokens.t()
-        self._target_ids = speculator.target_ids
+        self._carry = torch.zeros((self.max_rows, config.hidden_size), dtype=dtype, device=device)
         self._fused: torch.Tensor | None = None
 
-    @property
-    def graph_counts(self) -> GraphCounts:
-        """See DrafterProgram.graph_counts."""
-        return self._graphs.counts
-
-    def draws(self, resident: Resident) -> bool:
-        """See DrafterProgram.draws."""
-        drawn = self.speculator.settings.draft_sampling == "probabilistic"
-        return drawn and not resident.seeded and resident.temperature > 0
-
-    def first_state(self, resident: Resident) -> tuple[int, int]:
+    def first_state(self, resident: Resident, context_len: int) -> tuple[int, int]:
         """See DrafterProgram.first_state."""
         return self._placements.first_state(resident)
 
@@ -115,10 +73,10 @@ class Eagle3Program:
     def catch_up(self, fresh: Sequence[tuple[Resident, int]]) -> None:
         """See DrafterProgram.catch_up: a late request starts at its first row."""
 
-    def shape(self, num_rows: int, max_tokens: int, draft_len: int, drawn: bool) -> StepShape:
-        """See DrafterProgram.shape."""
-        limit = self._hidden.shape[0]
-        return step_shape(num_rows, max_tokens, draft_len, drawn, self._options.graph_rows, self._row_tokens, limit)
+    def shape(self, num_rows: int, max_tokens: int, max_query_len: int, draft_len: int, drawn: bool) -> StepShape:
+        """See DrafterProgram.shape: what a row has of the tokens does not matter."""
+        graphs = (self._options.graph_rows, self._row_tokens, self._graph_tokens)
+        return step_shape(num_rows, max_tokens, 0, draft_len, drawn, *graphs)
 
     def followed(self, resident: Resident, start: int, committed_len: int) -> None:
         """See DrafterProgram.followed."""
@@ -138,7 +96,7 @@ class Eagle3Program:
         else:
             self._fused = self._head.fuse(hidden)
 
-    def follow(self, shape: StepShape, reply: ReplyViews) -> float:
+    def follow(self, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
         """See DrafterProgram.follow."""
         rows, tokens, drafting = shape.padded_rows, shape.padded_tokens, shape.draft_len > 0
         taken = self._sized(rows, tokens) if shape.captured else self.taken.sized(rows, tokens)
@@ -170,7 +128,7 @@ class Eagle3Program:
         """See DrafterProgram.warm_up. Every size that a step can be padded to; nothing in the buffers runs a row."""
         for rows in self._options.graph_rows:
             for row_tokens in self._row_tokens:
-                if rows * row_tokens <= self._hidden.shape[0]:
+                if rows * row_tokens <= self._graph_tokens:
                     taken = self._sized(rows, rows * row_tokens)
                     for drafting in (True, False):
                         prefill = partial(self._captured_prefill, taken, drafting)
@@ -212,16 +170,15 @@ class Eagle3Program:
 
     def _keep_first(self, output: HeadOutput, num_rows: int) -> None:
         """The first draft, greedy, and what the draft steps begin with."""
-        self._choose(output, 0, num_rows)
+        self._choose(self._head.logits(output), 0)
         self._carry[:num_rows].copy_(output.hidden)
 
     def _draft(self, taken: TakenRows, draft_len: int) -> None:
         """Drafts 2 .. draft_len, greedy."""
-        num_rows = taken.seats.shape[0]
-        hidden = self._carry[:num_rows]
+        hidden = self._carry[: taken.seats.shape[0]]
         for step in range(1, draft_len):
             output = self._step(taken, hidden, step)
-            self._choose(output, step, num_rows)
+            self._choose(self._head.logits(output), step)
             hidden = output.hidden
 
     def _step(self, taken: TakenRows, hidden: torch.Tensor, step: int) -> HeadOutput:
@@ -231,47 +188,12 @@ class Eagle3Program:
         plan = self._plan(taken)
         return self._head.step(tokens, hidden, taken.step_positions, plan, self._kv.k(0), self._kv.v(0))
 
-    def _choose(self, output: HeadOutput, step: int, num_rows: int) -> None:
-        """Draft `step` (from 0): the best token."""
-        out = self._tokens[step, :num_rows]
-        if self._target_ids is None:
-            torch.argmax(self._head.logits(output), dim=-1, out=out)
-        else:
-            torch.index_select(self._target_ids, 0, self._head.logits(output).argmax(dim=-1), out=out)
-
     def _drawn_steps(self, taken: TakenRows, output: HeadOutput, shape: StepShape, reply: ReplyViews) -> None:
         """All drafts, drawn where the row's temperature is above 0, and the distributions they were drawn from."""
-        self._draw(taken, output, 0, shape.num_rows, reply)
+        self._draw(self._head.logits(output), taken, 0, shape.num_rows, reply)
         for step in range(1, shape.draft_len):
             output = self._step(taken, output.hidden, step)
-            self._draw(taken, output, step, shape.num_rows, reply)
-
-    def _draw(self, taken: TakenRows, output: HeadOutput, step: int, num_rows: int, reply: ReplyViews) -> None:
-        logits = self._head.logits(output)
-        positions = taken.anchor_positions + (step + 1)
-        draft_ids = self._kernels.gumbel_sample(logits, taken.temperatures, taken.seeds, positions, DRAFT)
-        out = self._tokens[step, : taken.seats.shape[0]]
-        if self._target_ids is None:
-            out.copy_(draft_ids)
-        else:
-            torch.index_select(self._target_ids, 0, draft_ids, out=out)
-        assert reply.probs is not None, "only drawn where the channel takes probabilities"
-        temperatures = torch.where(taken.temperatures > 0, taken.temperatures, 1.0)
-        probs = torch.softmax(logits / temperatures[:, None], dim=-1)[:num_rows]
-        published = reply.probs[:num_rows, step]
-        published.zero_()
-        if self._target_ids is None:
-            published[:, : probs.shape[1]] = probs
-        else:
-            published.index_copy_(1, self._target_ids, probs)
-
-    # Sizes and graphs.
-
-    def _sized(self, num_rows: int, num_tokens: int) -> TakenRows:
-        views = self._views.get((num_rows, num_tokens))
-        if views is None:
-            views = self._views[num_rows, num_tokens] = self.taken.sized(num_rows, num_tokens)
-        return views
+            self._draw(self._head.logits(output), taken, step, shape.num_rows, reply)
 
     def _plan(self, taken: TakenRows) -> RotatingPlan:
         """The draft steps' attention for that many rows: a view of buffers, made once."""

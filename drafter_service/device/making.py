@@ -6,9 +6,11 @@ from collections.abc import Callable
 from importlib import import_module
 
 from drafter_service.device.completion import Completions
+from drafter_service.device.draft_model import DraftModelProgram
 from drafter_service.device.eagle3 import Eagle3Program
 from drafter_service.device.program import DeviceOptions, DrafterProgram
 from drafter_service.device.steps import DeviceSteps
+from drafter_service.draft_model import DraftModelSpeculator
 from drafter_service.eagle3.speculator import Eagle3Speculator
 from drafter_service.residency import Residents
 from drafter_service.speculator import ChannelNeeds, Speculator
@@ -23,6 +25,8 @@ def make_program(speculator: Speculator, options: DeviceOptions, kernels: Kernel
     """
     if isinstance(speculator, Eagle3Speculator):
         return Eagle3Program(speculator, kernels or kernels_for(speculator.device), options)
+    if isinstance(speculator, DraftModelSpeculator):
+        return DraftModelProgram(speculator, kernels or kernels_for(speculator.decoder.device), options)
     raise ConfigError("drafter.execution", f"method {speculator.method} runs on the host: use `auto` or `host`")
 
 

@@ -66,7 +66,9 @@ class DeviceMetadata:
 
     def __init__(
         self,
-        taken: TakenRows,
+        counts: MetadataCounts,
+        max_rows: int,
+        max_tokens: int,
         seat_tables: torch.Tensor,
         block_sizes: Sequence[int],
         max_len: int,
@@ -76,8 +78,8 @@ class DeviceMetadata:
         layout: TakenLayout | None,
     ) -> None:
         groups, _, width = seat_tables.shape
-        max_rows, max_tokens, device = taken.seats.shape[0], taken.positions.shape[0], seat_tables.device
-        self.counts = MetadataCounts()
+        device = seat_tables.device
+        self.counts = counts
         self.max_len = max_len
         self._seat_tables = seat_tables
         self._block_sizes = tuple(block_sizes)

@@ -64,15 +64,17 @@ class DrafterProgram(Protocol):
         """Whether the resident's drafts are drawn, and published with their probabilities."""
         ...
 
-    def first_state(self, resident: Resident) -> tuple[int, int]:
-        """What the device begins the resident's seat with: start (-1: where its first row does) and computed."""
+    def first_state(self, resident: Resident, context_len: int) -> tuple[int, int]:
+        """What the device begins the resident's seat with, whose first row stands at context_len: start (-1: where the
+        row does) and computed.
+        """
         ...
 
     def bound(self, resident: Resident, context_len: int, query_len: int, draft_len: int) -> int:
         """Make room for a row of at most these lengths: drafter positions that it may use. 0: it does not run."""
         ...
 
-    def shape(self, num_rows: int, max_tokens: int, draft_len: int, drawn: bool) -> StepShape:
+    def shape(self, num_rows: int, max_tokens: int, max_query_len: int, draft_len: int, drawn: bool) -> StepShape:
         """The size that such a step runs in."""
         ...
 
@@ -84,9 +86,9 @@ class DrafterProgram(Protocol):
         """Enqueue what reads the entry itself, apart from what `take_entry` takes over right after it."""
         ...
 
-    def follow(self, shape: StepShape, reply: ReplyViews) -> float:
-        """Enqueue the draft prefill of the taken rows, then their drafts. Returns when the prefill was enqueued
-        (`time.perf_counter`).
+    def follow(self, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
+        """Enqueue the draft prefill of the taken rows, then their drafts, of num_target_tokens ids. Returns when the
+        prefill was enqueued (`time.perf_counter`).
         """
         ...
 

@@ -206,7 +206,8 @@ class DeviceSteps:
         step.rows = bounds.rows
         max_tokens = min(sum(row.query_len for row in plan.rows), spec.max_tokens, program.max_tokens)
         follows = max_tokens > 0 and any(resident is not None for resident in bounds.rows)
-        shape = program.shape(num_rows, max_tokens, bounds.draft_len, bounds.drawn)
+        max_query_len = min(max((row.query_len for row in plan.rows), default=0), max_tokens)
+        shape = program.shape(num_rows, max_tokens, max_query_len, bounds.draft_len, bounds.drawn)
 
         words = buffers.put_changes(num_rows, bounds.changed, bounds.blocks)
         if words.shape[0] > self._plan.shape[0]:
@@ -236,7 +237,7 @@ class DeviceSteps:
             taken,
             layout,
         )
-        prefilled = program.follow(shape, reply) if follows else time.perf_counter()
+        prefilled = program.follow(shape, reply, spec.vocab_size) if follows else time.perf_counter()
         self._finish_reply(
             header,
             plan.seq,
@@ -275,12 +276,12 @@ class DeviceSteps:
             draft_len = min(row.draft_len, max_drafts)
             context_len, query_len = min(row.context_len, MAX_LEN), min(row.query_len, MAX_LEN)
             capacity = program.bound(resident, context_len, query_len, draft_len)
-            if capacity == 0:
+            if capacity <= 0:
                 continue
             rows[index] = resident
             seat = resident.seat
             is_fresh = self._owners[seat] is not resident
-            start, computed = program.first_state(resident) if is_fresh else (0, 0)
+            start, computed = program.first_state(resident, context_len) if is_fresh else (0, 0)
             draws = with_probs and program.draws(resident)
             max_total_len = min(resident.max_total_len, link.attached.max_model_len, MAX_LEN)
             fields[:, index] = (

@@ -62,17 +62,17 @@ def test_accepted_drafts_are_not_run_again(make_harness: MakeHarness, draft_mode
     resident = harness.resident("r")
     computed = draft_model.computed_len(resident)
     ran: list[int] = []
-    forward = draft_model._decoder.forward
+    forward = draft_model.decoder.forward
 
     def counting(inputs: torch.Tensor, *args: object, **kwargs: object) -> object:
         ran.append(inputs.shape[0])
         return forward(inputs, *args, **kwargs)  # type: ignore[arg-type]
 
-    draft_model._decoder.forward = counting  # type: ignore[method-assign,assignment]
+    draft_model.decoder.forward = counting  # type: ignore[method-assign,assignment]
     try:
         harness.step(4)
     finally:
-        del draft_model._decoder.forward
+        del draft_model.decoder.forward
     # The target ran its anchor and four drafts, all accepted. Three of those have draft KV already, so the fourth and
     # the new anchor run, then three draft steps.
     assert ran == [5, 2, 1, 1, 1]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.reference.append_anchors import append_anchors
 from kernels.reference.finish_reply import finish_reply
 from kernels.reference.take_entry import (
     ABSENT,
@@ -235,3 +236,18 @@ def test_an_entry_overwritten_meanwhile_counts_for_nothing() -> None:
     assert finish(case, torch.tensor([[31, 32, 33]]), overwritten).tolist() == [[-1, -1, -1, -1]]
     assert torch.equal(case.state, before)
     assert status_of(case) == ABSENT
+
+
+def test_anchors_follow_what_was_accepted() -> None:
+    case = one_row()
+    case.state[0, 2] = 0
+    taken = take(case).taken
+    starts, lens = torch.full((4,), 9, dtype=torch.int32), torch.full((3,), 9, dtype=torch.int32)
+    ids, positions, last = torch.full((12,), 9), torch.full((12,), 9), torch.full((3,), 9, dtype=torch.int32)
+    append_anchors(taken, starts, lens, ids, positions, last)
+    # Three tokens at 5, 6, 7, the last one rejected; the anchor 11 takes its place.
+    assert starts.tolist() == [0, 4, 5, 6]
+    assert ids.tolist() == [20, 21, 11] + [0] * 9
+    assert positions.tolist() == [5, 6, 7] + [-1] * 9
+    assert (lens.tolist(), last.tolist()) == ([9, 0, 0], [2, 4, 5])
+    assert (taken.step_positions.tolist(), taken.step_seq_lens.tolist()) == ([7, 0, 0], [8, 0, 0])

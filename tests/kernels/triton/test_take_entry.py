@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.reference import append_anchors as plain_append
 from kernels.reference import finish_reply as plain_finish
 from kernels.reference import take_entry as plain_take
-from kernels.triton import finish_reply, take_entry
+from kernels.triton import append_anchors, finish_reply, take_entry
 from tests.kernels.entries import EPOCH, SEQ, VOCAB, Case, make_case, swapped_tag, with_garbage
 from tests.kernels.triton.device import DEVICE, MANY
 
@@ -66,3 +67,24 @@ def test_another_tag(word: int, value: int) -> None:
 
 def test_a_step_without_rows() -> None:
     assert_same(make_case(2, num_rows=0))
+
+
+@pytest.mark.parametrize("seed", range(2 * MANY))
+def test_anchors_behind_their_rows(seed: int) -> None:
+    case = make_case(seed)
+    arguments: tuple[Any, ...] = case.arguments()
+    plain_take.take_entry(*arguments)
+    num_rows, num_tokens = case.taken.seats.shape[0], case.taken.positions.shape[0]
+    results = []
+    for module, one, where in ((plain_append, case.copy(), "cpu"), (append_anchors, case.copy(DEVICE), DEVICE)):
+        outputs = (
+            torch.full((num_rows + 1,), 321, dtype=torch.int32, device=where),
+            torch.full((num_rows,), 321, dtype=torch.int32, device=where),
+            torch.full((num_tokens + num_rows,), 321, device=where),
+            torch.full((num_tokens + num_rows,), 321, device=where),
+            torch.full((num_rows,), 321, dtype=torch.int32, device=where),
+        )
+        module.append_anchors(one.taken, *outputs)
+        steps = (one.taken.step_positions, one.taken.step_seq_lens)
+        results.append([tensor.tolist() for tensor in (*outputs, *steps)])
+    assert results[0] == results[1]
