@@ -3,7 +3,7 @@
     python -m benchmarks.pcp_steps [--sizes 1 2] [--model DIR --load-format dummy] [--prompts 2048 16384 65536]
                                    [--batches 1 16 64 256]
 
-Starts one target for every `pcp_size`, side by side (the GPUs' memory takes them all), and uses them in turn: first a
+Starts targets of every `pcp_size`, side by side (the GPUs' memory takes them all), and uses them in turn: first a
 tiny model in fp32 whose tokens must not depend on the size; then, at the model's size, whole prompts, alone, and verify
 steps of rows of 1 + 3 tokens. Reported: milliseconds, of which in collectives on rank 0, and how much faster than one
 rank. A table, then JSON. `--device cpu` with a tiny model is a dry run over gloo.
@@ -108,15 +108,11 @@ async def time_verify(driver: PlanDriver, rows: int, setting: Setting, vocab_siz
     return timeline
 
 
-async def measure(setting: Setting, scratch: Path, console: Console) -> dict[str, Any]:
+async def measure(setting: Setting, services: dict[int, Services], console: Console) -> dict[str, Any]:
     """Prompts and verify steps by size."""
     vocab_size = ModelConfig.from_directory(setting.model).vocab_size
     found: dict[str, Any] = {"prefill": {}, "verify": {}}
     async with AsyncExitStack() as stack:
-        services = {
-            size: stack.enter_context(Services(scratch / f"p{size}", str(setting.model), setting.section(size), None))
-            for size in setting.sizes
-        }
         drivers = {}
         for size, running in services.items():
             running.wait_ready()
@@ -157,32 +153,42 @@ def by_size(times: dict[int, list[tuple[float, float | None]]]) -> dict[str, Any
     return found
 
 
-async def check(setting: Setting, scratch: Path) -> dict[str, Any]:
-    """Greedy and seeded tokens of a tiny model in fp32, prompts in chunks, several rows, by size."""
-    model = make_tiny_model(scratch / "tiny")
+async def check(targets: dict[int, Services]) -> dict[str, bool]:
+    """By size: are greedy and seeded tokens, prompts in chunks, several rows, those of the first size?"""
     prompts = [prompt for length in (1, 7, 33, 90, 211) for prompt in random_prompts(1, length, 512)]
     answers: dict[int, list[Any]] = {}
-    with ExitStack() as stack:
-        targets = {}
-        for size in setting.sizes:
-            section: dict[str, Any] = {"device": setting.device, "pcp_size": size, "max_step_tokens": 64, "threads": 1}
-            if setting.device != "cpu":
-                section |= {"attention": setting.attention}
-            targets[size] = stack.enter_context(Services(scratch / f"check{size}", str(model), section, None))
-        for size, target in targets.items():
-            target.wait_ready()
-            async with PlanDriver(target.target_address, None, f"check{size}") as driver:
-                answers[size] = []
-                for temperature in (0.0, 1.0):
-                    await driver.place(Load(prompts, 0, CHECK_TOKENS + 2, temperature))
-                    timeline = await driver.decode(CHECK_TOKENS, 2)
-                    answers[size].append(list(timeline.tokens.values()))
-                    await driver.release()
+    for size, target in targets.items():
+        target.wait_ready()
+        async with PlanDriver(target.target_address, None, f"check{size}") as driver:
+            answers[size] = []
+            for temperature in (0.0, 1.0):
+                await driver.place(Load(prompts, 0, CHECK_TOKENS + 2, temperature))
+                timeline = await driver.decode(CHECK_TOKENS, 2)
+                answers[size].append(list(timeline.tokens.values()))
+                await driver.release()
+    first = next(iter(answers.values()))
     complete = [[CHECK_TOKENS] * len(prompts)] * 2
     return {
-        str(size): answer == answers[setting.sizes[0]] and [list(map(len, way)) for way in answer] == complete
+        str(size): answer == first and [list(map(len, way)) for way in answer] == complete
         for size, answer in answers.items()
     }
+
+
+def start(setting: Setting, scratch: Path, stack: ExitStack) -> tuple[dict[int, Services], dict[int, Services]]:
+    """By size: targets of a tiny model in fp32, to check, and those to measure; all starting."""
+    tiny = make_tiny_model(scratch / "tiny")
+    small: dict[str, Any] = {"device": setting.device, "max_step_tokens": 64, "threads": 1}
+    if setting.device != "cpu":
+        small |= {"attention": setting.attention}
+    checked = {
+        size: Services(scratch / f"check{size}", str(tiny), {**small, "pcp_size": size}, None) for size in setting.sizes
+    }
+    measured = {
+        size: Services(scratch / f"p{size}", str(setting.model), setting.section(size), None) for size in setting.sizes
+    }
+    for services in (*checked.values(), *measured.values()):
+        stack.enter_context(services)
+    return checked, measured
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -207,13 +213,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, nargs="*", default=[2048, 16384, 65536])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64, 256])
-    parser.add_argument("--context", type=int, default=1024, help="of the rows of verify steps")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--context", type=int, default=512, help="of the rows of verify steps")
+    parser.add_argument("--steps", type=int, default=26)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-step-tokens", type=int, default=16384)
     options = parser.parse_args()
     console = Console(stderr=True)
-    with tempfile.TemporaryDirectory() as scratch_name:
+    with tempfile.TemporaryDirectory() as scratch_name, ExitStack() as stack:
         scratch = Path(scratch_name)
         model = fetch_model(options.model) if options.model else make_tiny_model(scratch / "model")
         setting = Setting(
@@ -230,9 +236,10 @@ def main() -> None:
             repeats=options.repeats,
             max_step_tokens=options.max_step_tokens,
         )
-        same = asyncio.run(check(setting, scratch))
+        checked, measured = start(setting, scratch, stack)
+        same = asyncio.run(check(checked))
         console.print(f"same tokens: {same}", highlight=False)
-        result = asyncio.run(measure(setting, scratch, console))
+        result = asyncio.run(measure(setting, measured, console))
     result |= {"model": model.name, "device": options.device, "dtype": options.dtype, "same_tokens": same}
     print_table(result)
     print(json.dumps(result))
