@@ -12,7 +12,6 @@ rank. A table, then JSON. `--device cpu` with a tiny model is a dry run over glo
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import statistics
@@ -27,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.plan_driver import Load, PlanDriver, Timeline
+from benchmarks.plan_driver import Load, PlanDriver, Timeline, run_driver
 from benchmarks.services import Services
 from benchmarks.shared_gpu import has_gpu
 from engine.fetch import fetch_model
@@ -237,9 +236,9 @@ def main() -> None:
             max_step_tokens=options.max_step_tokens,
         )
         checked, measured = start(setting, scratch, stack)
-        same = asyncio.run(check(checked))
+        same = run_driver(check(checked))
         console.print(f"same tokens: {same}", highlight=False)
-        result = asyncio.run(measure(setting, measured, console))
+        result = run_driver(measure(setting, measured, console))
     result |= {"model": model.name, "device": options.device, "dtype": options.dtype, "same_tokens": same}
     print_table(result)
     print(json.dumps(result))

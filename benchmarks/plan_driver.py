@@ -11,20 +11,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
 from protos import common_pb2, drafter_pb2, drafter_pb2_grpc, target_pb2, target_pb2_grpc
 
+ResultT = TypeVar("ResultT")
+
 START_S = 60.0
 RUN_S = 240.0  # the longest run of steps: the first ones may compile kernels
 STEP_DEADLINE_MS = 2000
 OPTIONS = (("grpc.max_receive_message_length", 1 << 28), ("grpc.max_send_message_length", 1 << 28))
+
+
+def run_driver(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """asyncio.run, on uvloop where it is installed, as the gateway does."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
 
 
 class DriverError(Exception):

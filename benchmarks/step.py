@@ -18,7 +18,6 @@ bandwidth of this run. A table, then one JSON object as the last line. `--device
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import random
@@ -35,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.floor import BusySampler, copy_bandwidth, proposal_bytes, target_step_bytes
 from benchmarks.one_process import OneProcess
-from benchmarks.plan_driver import Load, PlanDriver, Timeline
+from benchmarks.plan_driver import Load, PlanDriver, Timeline, run_driver
 from benchmarks.services import Services
 from benchmarks.shared_gpu import has_gpu, shared_gpu
 from drafter_service.eagle3.config import Eagle3Config
@@ -380,7 +379,7 @@ def main() -> None:
     setting = setting_of(parser.parse_args())
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as scratch:
-        samples, bandwidth = asyncio.run(measure(setting, Path(scratch), console))
+        samples, bandwidth = run_driver(measure(setting, Path(scratch), console))
     result = summary(setting, samples, bandwidth)
     print_table(result)
     print(json.dumps(result))
