@@ -46,7 +46,7 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    _use_device(torch.device(config.device))
+    device = _use_device(config.device)
     settings = CacheSettings(
         num_seats=config.num_seats,
         max_tokens=config.max_step_tokens,
@@ -69,12 +69,12 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
                 raise ConfigError("drafter.checkpoint", "is required with method draft_model")
             with _naming_the_checkpoint(config.checkpoint):
                 directory = fetch_model(config.checkpoint)
-                decoder = Decoder.load(directory, _DTYPES[config.dtype], config.device, config.load_format)
+                decoder = Decoder.load(directory, _DTYPES[config.dtype], device, config.load_format)
             return DraftModelSpeculator(decoder, settings)
         case "eagle3":
             if target_model is None:
                 raise ConfigError("model", "method eagle3 reads the target's embedding, so it must be named")
-            return _eagle3(config, settings, fetch_model(target_model))
+            return _eagle3(config, settings, fetch_model(target_model), device)
 
 
 def execution_of(config: DrafterConfig) -> Literal["host", "device"]:
@@ -137,15 +137,21 @@ def make_info(config: DrafterConfig, speculator: Speculator) -> ServiceInfo:
     )
 
 
-def _use_device(device: torch.device) -> None:
-    """Make it this thread's: kernels are launched where the thread is. ConfigError: there is no such device."""
+def _use_device(name: str) -> torch.device:
+    """The device of that name, with its index, made this thread's: kernels are launched where the thread is.
+
+    ConfigError: there is no such device.
+    """
+    device = torch.device(name)
     if device.type != "cuda":
-        return
+        return device
     if not torch.cuda.is_available():
         raise ConfigError("drafter.device", f"{device}: torch {torch.__version__} sees no CUDA device here")
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise ConfigError("drafter.device", f"{device}: there are {torch.cuda.device_count()} devices")
+    device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager
@@ -163,9 +169,10 @@ def _naming_the_checkpoint(name: str | None) -> Iterator[None]:
         raise ConfigError("drafter.checkpoint", detail) from error
 
 
-def _eagle3(config: DrafterConfig, settings: CacheSettings, target_directory: Path) -> Eagle3Speculator:
-    target = ModelConfig.from_directory(target_directory)
-    dtype, device = _DTYPES[config.dtype], torch.device(config.device)
+def _eagle3(
+    config: DrafterConfig, settings: CacheSettings, target_directory: Path, device: torch.device
+) -> Eagle3Speculator:
+    target, dtype = ModelConfig.from_directory(target_directory), _DTYPES[config.dtype]
     dummy = config.load_format == "dummy"
     if config.checkpoint is not None:
         with _naming_the_checkpoint(config.checkpoint):

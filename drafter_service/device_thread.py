@@ -100,8 +100,9 @@ class DeviceThread:
         if self._on_gpu is None:
             yield
             return
-        torch.cuda.set_device(self._on_gpu)
-        with torch.cuda.stream(torch.cuda.Stream(self._on_gpu)):
+        index = self._on_gpu.index or 0
+        torch.cuda.set_device(index)
+        with torch.cuda.stream(torch.cuda.Stream(index)):
             yield
 
     def _round(self) -> None:

@@ -11,7 +11,7 @@ from drafter_service.device.metadata import MetadataCounts
 from drafter_service.device.plan_buffers import MISMATCHES, ReportLayout
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.seat_tables import SeatTables
-from drafter_service.device.shapes import tokens_per_row
+from drafter_service.device.shapes import StepShape, tokens_per_row
 from drafter_service.device.taken import make_taken
 from drafter_service.residency import Resident
 from drafter_service.settings import CacheSettings
@@ -73,6 +73,11 @@ class ProgramBase:
 
     def _mismatches(self) -> torch.Tensor | None:
         return self.report[MISMATCHES : MISMATCHES + 1] if self._options.shadow else None
+
+    def rows_of(self, shape: StepShape) -> TakenRows:
+        """See DrafterProgram.rows_of."""
+        size = (shape.padded_rows, shape.padded_tokens)
+        return self._sized(*size) if shape.captured else self.taken.sized(*size)
 
     def _sized(self, num_rows: int, num_tokens: int) -> TakenRows:
         """Views of that size, kept: only for sizes of which there are few."""

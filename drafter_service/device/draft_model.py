@@ -87,10 +87,9 @@ class DraftModelProgram(ProgramBase):
     def read_entry(self, shape: StepShape, entry: RingEntry) -> None:
         """See DrafterProgram.read_entry: a draft model reads tokens alone."""
 
-    def follow(self, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
+    def follow(self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
         """See DrafterProgram.follow."""
         rows, tokens, drafting = shape.padded_rows, shape.padded_tokens, shape.draft_len > 0
-        taken = self._sized(rows, tokens) if shape.captured else self.taken.sized(rows, tokens)
         prefill = partial(self._prefill, taken, shape.max_query_len, num_target_tokens, drafting)
         if shape.drawn:
             logits = prefill()

@@ -96,10 +96,9 @@ class Eagle3Program(ProgramBase):
         else:
             self._fused = self._head.fuse(hidden)
 
-    def follow(self, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
+    def follow(self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
         """See DrafterProgram.follow."""
         rows, tokens, drafting = shape.padded_rows, shape.padded_tokens, shape.draft_len > 0
-        taken = self._sized(rows, tokens) if shape.captured else self.taken.sized(rows, tokens)
         if shape.drawn:
             output = self._prefill(taken, drafting)
             self._fused = None

@@ -78,6 +78,10 @@ class DrafterProgram(Protocol):
         """The size that such a step runs in."""
         ...
 
+    def rows_of(self, shape: StepShape) -> TakenRows:
+        """`taken` in that size."""
+        ...
+
     def catch_up(self, fresh: Sequence[tuple[Resident, int]]) -> None:
         """Enqueue what fresh residents need whose first row stands at that context length, apart from the entry."""
         ...
@@ -86,7 +90,7 @@ class DrafterProgram(Protocol):
         """Enqueue what reads the entry itself, apart from what `take_entry` takes over right after it."""
         ...
 
-    def follow(self, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
+    def follow(self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
         """Enqueue the draft prefill of the taken rows, then their drafts, of num_target_tokens ids. Returns when the
         prefill was enqueued (`time.perf_counter`).
         """

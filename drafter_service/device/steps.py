@@ -214,7 +214,7 @@ class DeviceSteps:
             self._plan = torch.zeros(2 * words.shape[0], dtype=torch.int32, device=program.device)
         sent, fields = self._plan[: words.shape[0]], take.PLAN_FIELDS * num_rows
         sent.copy_(words, non_blocking=True)
-        taken = program.taken.sized(shape.padded_rows, shape.padded_tokens)
+        taken = program.rows_of(shape)
         layout = None if program.layout is None else program.layout.sized(shape.padded_rows, shape.padded_tokens)
         program.catch_up(bounds.fresh)
 
@@ -237,7 +237,7 @@ class DeviceSteps:
             taken,
             layout,
         )
-        prefilled = program.follow(shape, reply, spec.vocab_size) if follows else time.perf_counter()
+        prefilled = program.follow(taken, shape, reply, spec.vocab_size) if follows else time.perf_counter()
         self._finish_reply(
             header,
             plan.seq,
