@@ -63,34 +63,30 @@ PROMPT = [
 def tilings(case: Case, chosen: Any) -> Iterator[tuple[str, Any]]:
     """(what differs, tiling), the chosen one first."""
     yield "chosen", chosen
-    if case.query_len <= 16:
-        for keys, split, stages, per_processor in (
-            (64, 64, 5, 3),
-            (64, 256, 5, 3),
-            (64, 512, 5, 3),
-            (64, 128, 3, 4),
-            (64, 256, 3, 4),
-            (32, 128, 5, 4),
-            (32, 64, 5, 5),
-            (32, 256, 7, 4),
-            (128, 128, 5, 2),
-            (128, 256, 3, 2),
-        ):
-            programs = chosen.num_programs // 3 * per_processor
-            changed = replace(chosen, block_keys=keys, split_keys=split, num_stages=stages, num_programs=programs)
-            yield f"{keys} keys, split {split}, s{stages}, x{per_processor}", changed
-        for most in (chosen.max_splits * 2, chosen.max_splits * 4):
-            yield f"up to {most} splits", replace(chosen, max_splits=most)
-        return
     processors = chosen.num_programs // 3
+    if case.query_len <= 16:
+        # keys of a block, stages, programs of a multiprocessor
+        for keys, stages, resident in ((64, 3, 2), (32, 3, 3), (32, 4, 4), (64, 2, 4), (128, 2, 2), (32, 3, 5)):
+            changed = replace(
+                chosen,
+                block_keys=keys,
+                num_stages=stages,
+                num_programs=processors * resident,
+                registers=min(255, 65536 // (128 * resident) // 8 * 8),
+            )
+            yield f"{keys} keys, s{stages}, x{resident}", changed
+        for few, many in ((128, 256), (64, 128), (64, 512), (32, 1024)):
+            yield f"at least {few} or {many}", replace(chosen, few_keys=few, many_keys=many)
+        return
     for tile, keys, warps, stages, per_processor in (
         (128, 64, 8, 3, 1),
-        (128, 64, 8, 5, 1),
-        (128, 128, 8, 3, 1),
-        (64, 64, 4, 3, 2),
-        (64, 64, 4, 5, 2),
-        (64, 32, 4, 5, 2),
-        (64, 128, 4, 3, 1),
+        (128, 64, 8, 2, 99999),
+        (128, 64, 8, 4, 99999),
+        (128, 128, 8, 2, 99999),
+        (128, 128, 8, 3, 99999),
+        (64, 64, 4, 2, 99999),
+        (64, 64, 4, 3, 99999),
+        (64, 128, 4, 2, 99999),
     ):
         changed = replace(
             chosen,

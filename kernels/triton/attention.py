@@ -8,10 +8,10 @@ Two kinds of rows, two launches of one kernel:
     long rows (prompt chunks): tiles of query tokens, each over all the keys it sees (`prompt_attention.py`). Launched
         only where the step may have such rows.
 
-How many stretches a row has depends on its own length and the device alone, never on its neighbours nor on a host's
-bound: a row comes out the same, bit for bit, in any batch of one tile shape, inside a graph and outside. Programs are
-as many as the device can hold; each makes the list of work from the lengths and takes every n-th item of it, so there
-is no launch of programs with nothing to do however loose the bounds are.
+How many stretches a row has depends on the lengths of the batch, which are read on the device, and never on a host's
+bound: the result is the same, bit for bit, however loose the bounds are, inside a graph and outside. Programs are as
+many as the device can hold; each makes the list of work from the lengths and takes every n-th item of it, so there is
+no launch of programs with nothing to do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import triton.language as tl
 from kernels.triton.attention_tiling import Tiling as Tiling
 from kernels.triton.attention_tiling import choose_tiling as choose_tiling
 from kernels.triton.kv_write import packed_heads
-from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
 from kernels.triton.prompt_attention import attend_long_rows
 
 # Rows of up to this many query tokens are short.
@@ -42,16 +41,31 @@ def _first_key(seq_lens, query_lens, WINDOW: tl.constexpr, BLOCK_KEYS: tl.conste
 
 
 @triton.jit
-def _split_len(num_keys, split_keys, max_splits, BLOCK_KEYS: tl.constexpr):
-    """Keys per stretch of a row that looks at num_keys keys."""
-    even = (num_keys + max_splits - 1) // max_splits
-    return tl.maximum((even + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS, split_keys)
+def _stretch(num_keys, NUM_KV_HEADS: tl.constexpr, programs, few_keys, many_keys):
+    """About how many keys a stretch has, for rows that look at num_keys keys each (0: does not run).
+
+    Few rows: so many that all stretches run at once. Many: three to a program, so that rows of different lengths even
+    out, but not so short that starting on one takes as long as reading it.
+    """
+    total = tl.sum(num_keys, axis=0)
+    num_rows = tl.sum((num_keys > 0).to(tl.int32), axis=0)
+    at_once = programs // NUM_KV_HEADS
+    few = tl.maximum(tl.cdiv(total, tl.maximum(at_once - num_rows, 1)), few_keys)
+    many = tl.maximum(tl.cdiv(total, tl.maximum(3 * at_once, 1)), many_keys)
+    return tl.where(2 * num_rows <= at_once, few, many)
+
+
+@triton.jit
+def _split_len(num_keys, stretch, max_splits, BLOCK_KEYS: tl.constexpr):
+    """Keys per stretch of a row that looks at num_keys keys: its stretches are as even as blocks allow."""
+    parts = tl.cdiv(num_keys, tl.maximum(stretch, tl.cdiv(num_keys, max_splits)))
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, tl.maximum(parts, 1)), BLOCK_KEYS) * BLOCK_KEYS, BLOCK_KEYS)
 
 
 @triton.jit(
     do_not_specialize=[
         *("q_stride", "table_stride", "num_rows", "scale_log2"),
-        *("split_keys", "max_splits", "split_stride"),
+        *("programs", "few_keys", "many_keys", "max_splits"),
     ]
 )
 def _attend(
@@ -68,9 +82,10 @@ def _attend(
     q_stride,
     table_stride,
     num_rows,
-    split_keys,
+    programs,
+    few_keys,
+    many_keys,
     max_splits,
-    split_stride,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -83,12 +98,8 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     WIDE: tl.constexpr,
     FAR: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """FAR: the cache has more elements than 32 bits can count."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     DOT: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
     TILE_TOKENS: tl.constexpr = TILE // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -99,7 +110,9 @@ def _attend(
     seq_lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
     query_lens = tl.where((query_lens <= MAX_SHORT) & (seq_lens > 0), query_lens, 0)
     num_keys = seq_lens - _first_key(seq_lens, query_lens, WINDOW, BLOCK_KEYS)
-    split_lens = _split_len(num_keys, split_keys, max_splits, BLOCK_KEYS)
+    num_keys = tl.where(query_lens > 0, num_keys, 0)
+    stretch = _stretch(num_keys, NUM_KV_HEADS, programs, few_keys, many_keys)
+    split_lens = _split_len(num_keys, stretch, max_splits, BLOCK_KEYS)
     parts = (num_keys + split_lens - 1) // split_lens
     parts = tl.where(query_lens > 0, parts, 0)
     part_ends = tl.cumsum(parts, axis=0)
@@ -118,7 +131,7 @@ def _attend(
         query_len = tl.load(starts_ptr + row + 1) - start
         seq_len = tl.load(seq_lens_ptr + row)
         row_first = _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
-        split_len = _split_len(seq_len - row_first, split_keys, max_splits, BLOCK_KEYS)
+        split_len = _split_len(seq_len - row_first, stretch, max_splits, BLOCK_KEYS)
         first_key = row_first + part * split_len
         end_key = tl.minimum(first_key + split_len, seq_len)
         one_part = seq_len - row_first <= split_len
@@ -134,9 +147,14 @@ def _attend(
         total = tl.zeros([TILE], tl.float32)
         mixed = tl.zeros([TILE, BLOCK_DIM], tl.float32)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+        # The blocks' ids are a turn ahead of the keys, whose addresses they are.
+        keys = first_key + tl.arange(0, BLOCK_KEYS)
+        next_blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=keys < end_key, other=0)
         for begin in range(first_key, end_key, BLOCK_KEYS):
             keys = begin + tl.arange(0, BLOCK_KEYS)
-            blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=keys < end_key, other=0)
+            blocks = next_blocks
+            after = keys + BLOCK_KEYS
+            next_blocks = tl.load(table_ptr + after // CACHE_BLOCK, mask=after < end_key, other=0)
             if FAR:
                 blocks = blocks.to(tl.int64)
             offsets = (blocks * CACHE_BLOCK + keys % CACHE_BLOCK) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
@@ -167,13 +185,13 @@ def _attend(
         else:
             # Short rows' tokens lie side by side in the scratch, whatever rows lie between them in the batch.
             scratch = tl.sum(tl.where(rows < row, query_lens, 0), axis=0) + tokens
-            where = (scratch.to(tl.int64) * NUM_HEADS + heads) * split_stride + part
+            where = (scratch.to(tl.int64) * NUM_HEADS + heads) * max_splits + part
             tl.store(partial_ptr + where[:, None] * HEAD_DIM + dims[None, :], mixed, mask=q_mask)
             tl.store(stats_ptr + where * 2, best, mask=valid)
             tl.store(stats_ptr + where * 2 + 1, total, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_rows", "split_keys", "max_splits", "split_stride"])
+@triton.jit(do_not_specialize=["num_rows", "programs", "few_keys", "many_keys", "max_splits"])
 def _merge(
     starts_ptr,
     seq_lens_ptr,
@@ -181,10 +199,12 @@ def _merge(
     partial_ptr,
     stats_ptr,
     num_rows,
-    split_keys,
+    programs,
+    few_keys,
+    many_keys,
     max_splits,
-    split_stride,
     NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -192,13 +212,10 @@ def _merge(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
     HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Some of a token's heads: zeros where it is of no row that runs, the stretches' mix where its row has several."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     rows = tl.arange(0, BLOCK_ROWS)
@@ -217,23 +234,35 @@ def _merge(
         zeros = tl.zeros([HEADS, BLOCK_DIM], tl.float32)
         tl.store(out_ptrs, zeros.to(out_ptr.dtype.element_ty), mask=out_mask)
     elif query_len <= MAX_SHORT:
+        short = (query_lens > 0) & (query_lens <= MAX_SHORT) & (lens > 0)
+        all_keys = tl.where(short, lens - _first_key(lens, query_lens, WINDOW, BLOCK_KEYS), 0)
+        stretch = _stretch(all_keys, NUM_KV_HEADS, programs, few_keys, many_keys)
         num_keys = seq_len - _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
-        split_len = _split_len(num_keys, split_keys, max_splits, BLOCK_KEYS)
+        split_len = _split_len(num_keys, stretch, max_splits, BLOCK_KEYS)
         if num_keys > split_len:
-            before = tl.where((rows < row) & (query_lens <= MAX_SHORT) & (lens > 0), query_lens, 0)
+            before = tl.where((rows < row) & short, query_lens, 0)
             scratch = (tl.sum(before, axis=0) + token - row_start).to(tl.int64)
+            firsts = (scratch * NUM_HEADS + heads)[:, None] * max_splits
             splits = tl.arange(0, BLOCK_SPLITS)
             mask = (heads < NUM_HEADS)[:, None] & (splits * split_len < num_keys)[None, :]
-            where = (scratch * NUM_HEADS + heads)[:, None] * split_stride + splits[None, :]
-            parts_mask = mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
-            parts_ptrs = partial_ptr + where[:, :, None] * HEAD_DIM + dims[None, None, :]
-            parts = tl.load(parts_ptrs, mask=parts_mask, other=0.0)
-            bests = tl.load(stats_ptr + where * 2, mask=mask, other=float("-inf"))
-            totals = tl.load(stats_ptr + where * 2 + 1, mask=mask, other=0.0)
+            stats_ptrs = stats_ptr + (firsts + splits[None, :]) * 2
+            bests = tl.load(stats_ptrs, mask=mask, other=float("-inf"))
+            totals = tl.load(stats_ptrs + 1, mask=mask, other=0.0)
             best = tl.max(bests, axis=1)
-            shares = tl.exp2(bests - tl.where(best == float("-inf"), 0.0, best)[:, None])
-            total = tl.sum(totals * shares, axis=1)
-            mixed = tl.sum(parts * shares[:, :, None], axis=1) / tl.where(total > 0, total, 1.0)[:, None]
+            shift = tl.where(best == float("-inf"), 0.0, best)[:, None]
+            total = tl.sum(totals * tl.exp2(bests - shift), axis=1)
+            mixed = tl.zeros([HEADS, BLOCK_DIM], tl.float32)
+            # As many stretches at a time as registers hold.
+            for first in range(0, BLOCK_SPLITS, BLOCK_PARTS):
+                some = first + tl.arange(0, BLOCK_PARTS)
+                some_mask = (heads < NUM_HEADS)[:, None] & (some * split_len < num_keys)[None, :]
+                where = firsts + some[None, :]
+                parts_ptrs = partial_ptr + where[:, :, None] * HEAD_DIM + dims[None, None, :]
+                parts_mask = some_mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+                parts = tl.load(parts_ptrs, mask=parts_mask, other=0.0)
+                shares = tl.exp2(tl.load(stats_ptr + where * 2, mask=some_mask, other=float("-inf")) - shift)
+                mixed += tl.sum(parts * shares[:, :, None], axis=1)
+            mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out_ptrs, mixed.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
@@ -270,14 +299,14 @@ def attend(
         return out.zero_()
     group = num_heads // num_kv_heads
     short_len = min(SHORT_LEN, max(1, max_query_len))
-    split_stride = max(1, min(tiling.max_splits, triton.cdiv(max_seq_len, tiling.split_keys)))
+    max_splits = max(1, min(tiling.splits_of(num_rows), triton.cdiv(max_seq_len, tiling.few_keys)))
     block_dim = max(16, triton.next_power_of_2(head_dim))
     # Few sizes, so that few forms are compiled while serving.
     row_bits = (num_rows - 1).bit_length()
     block_rows = max(16, 1 << (row_bits + row_bits % 2))
-    scratch_rows = min(num_tokens, num_rows * short_len) * num_heads * split_stride
-    partial = torch.empty(scratch_rows * head_dim if split_stride > 1 else 1, dtype=torch.float32, device=q.device)
-    stats = torch.empty(scratch_rows * 2 if split_stride > 1 else 1, dtype=torch.float32, device=q.device)
+    scratch_rows = min(num_tokens, num_rows * short_len) * num_heads * max_splits
+    partial = torch.empty(scratch_rows * head_dim if max_splits > 1 else 1, dtype=torch.float32, device=q.device)
+    stats = torch.empty(scratch_rows * 2 if max_splits > 1 else 1, dtype=torch.float32, device=q.device)
     shared = {
         "HEAD_DIM": head_dim,
         "BLOCK_DIM": block_dim,
@@ -285,12 +314,10 @@ def attend(
         "MAX_SHORT": SHORT_LEN,
         "BLOCK_ROWS": block_rows,
     }
-    splitting = (tiling.split_keys, tiling.max_splits, split_stride)
+    splitting = (tiling.num_programs, tiling.few_keys, tiling.many_keys, max_splits)
     short_tile = max(16, triton.next_power_of_2(triton.next_power_of_2(short_len) * group))
     wide = _INTERPRETED or q.dtype == torch.float32
-    overlap = overlap_options(q.device)
-    # Three programs of four warps fit a multiprocessor's registers, and the compiler gets by with as many.
-    registers = {} if _INTERPRETED or wide or short_tile > 32 else {"maxnreg": 168}
+    registers = {} if _INTERPRETED or wide or short_tile > 32 else {"maxnreg": tiling.registers}
     layer = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -299,7 +326,7 @@ def attend(
     }
     inputs = (q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out)
     sizes = (scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_rows)
-    _attend[(min(tiling.num_programs, num_rows * split_stride * num_kv_heads),)](
+    _attend[(min(tiling.num_programs, num_rows * max_splits * num_kv_heads),)](
         *inputs,
         partial,
         stats,
@@ -313,7 +340,6 @@ def attend(
         # Float32's products take the registers of twice the threads.
         num_warps=8 if short_tile > 64 or (wide and short_tile > 16) else 4,
         num_stages=tiling.num_stages,
-        **overlap,
         **registers,
     )
     if max_query_len > SHORT_LEN:
@@ -329,7 +355,6 @@ def attend(
             STAGES=tiling.long_stages,
             WIDE=wide,
             num_warps=tiling.long_warps,
-            **overlap,
         )
     # Many tokens: a few heads to a program, so that there are not more programs than the device takes in at once.
     merge_heads = 1 if num_tokens * num_heads <= tiling.num_programs * 4 else 4
@@ -342,12 +367,13 @@ def attend(
         num_rows,
         *splitting,
         NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
         **shared,
         BLOCK_KEYS=tiling.block_keys,
-        BLOCK_SPLITS=triton.next_power_of_2(split_stride),
+        BLOCK_SPLITS=triton.next_power_of_2(max_splits),
+        BLOCK_PARTS=min(triton.next_power_of_2(max_splits), 64 // merge_heads),
         HEADS=merge_heads,
-        num_warps=2 if merge_heads == 1 else 4,
-        **overlap,
+        num_warps=4,
     )
     return out
 

@@ -16,14 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, prefetch_rows
-from kernels.triton.overlap import overlap_options as overlap_options
-
 # Rows of x up to which these kernels make sense.
 MAX_ROWS = 64
-# What is brought into the L2 cache of a weight while the kernel before still runs: all that can come in a few
-# microseconds, a part of the cache.
-PREFETCH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +56,8 @@ def _skinny(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """size_out: outputs written: half of the weight's rows where GATED. EVEN: size_in is a multiple of BLOCK_IN.
-    PREFETCH: elements of each of a program's weight rows to ask for ahead.
-    """
+    """size_out: outputs written: half of the weight's rows where GATED. EVEN: size_in is a multiple of BLOCK_IN."""
     DOT: tl.constexpr = tl.float32 if WIDE else x_ptr.dtype.element_ty
     HALVES: tl.constexpr = 2 if GATED else 1
     tile = tl.program_id(0)
@@ -86,20 +76,6 @@ def _skinny(
     up_ptrs = weight_ptrs
     if GATED:
         up_ptrs += size_out.to(tl.int64) * size_in
-    if OVERLAP:
-        gdc_launch_dependents()
-        if PREFETCH > 0:
-            # As many requests as there are threads in four warps: BLOCK_OUT rows in a few pieces each.
-            PIECES: tl.constexpr = 128 // BLOCK_OUT
-            PIECE: tl.constexpr = PREFETCH // PIECES
-            lanes = tl.arange(0, 128)
-            ahead = tl.minimum(tile * BLOCK_OUT + lanes % BLOCK_OUT, size_out - 1).to(tl.int64)
-            columns = tl.minimum(first + lanes // BLOCK_OUT * PIECE, size_in - PIECE)
-            ahead_ptrs = weight_ptr + ahead * size_in + columns
-            prefetch_rows(ahead_ptrs, PIECE * 2)
-            if GATED:
-                prefetch_rows(ahead_ptrs + size_out.to(tl.int64) * size_in, PIECE * 2)
-        gdc_wait()
     x_ptrs = x_ptr + safe_rows[None, :] * x_stride + first + inputs[:, None]
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     total_up = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
@@ -199,11 +175,6 @@ def skinny_linear(
     if tiling.splits > 1:
         parts = tiling.splits * (2 if gated else 1)
         scratch = torch.empty(parts * num_rows * size_out, dtype=torch.float32, device=x.device)
-    split_len = triton.cdiv(triton.cdiv(size_in, tiling.block_in), tiling.splits) * tiling.block_in
-    # Pieces of 64 bytes and more, at multiples of 16.
-    least = 32 * (128 // tiling.block_out)
-    aligned = weight.element_size() == 2 and size_in % 8 == 0 and weight.data_ptr() % 16 == 0
-    ahead = min(PREFETCH_BYTES // (2 * weight.shape[0] * tiling.splits), split_len) // least * least
     _skinny[(triton.cdiv(size_out, tiling.block_out), tiling.splits)](
         x,
         weight,
@@ -225,8 +196,6 @@ def skinny_linear(
         SPLIT=tiling.splits > 1,
         STAGES=tiling.num_stages,
         WIDE=_INTERPRETED or x.dtype == torch.float32,
-        PREFETCH=ahead if aligned else 0,
         num_warps=tiling.num_warps,
-        **overlap_options(x.device),
     )
     return out

@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.overlap import gdc_launch_dependents, gdc_wait
-
 
 @triton.jit
 def _turn(
@@ -20,6 +18,7 @@ def _turn(
     best,
     total,
     mixed,
+    blocks,
     begin,
     end_key,
     positions,
@@ -38,22 +37,21 @@ def _turn(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One block of keys. FAR: the cache has more elements than 32 bits can count. MASKED: some token may not see some
-    of them. Returns the new (best, total, mixed).
+    """One block of keys. blocks: their blocks' ids. FAR: the cache has more elements than 32 bits can count. MASKED:
+    some token may not see some of them. Returns the new (best, total, mixed), and the next keys' blocks.
     """
     keys = begin + tl.arange(0, BLOCK_KEYS)
     dims = tl.arange(0, BLOCK_DIM)
-    if MASKED:
-        # What lies past a row's end in its last block is another request's, or nothing at all: never loaded.
-        inside = keys < end_key
-        blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=inside, other=0)
-    else:
-        blocks = tl.load(table_ptr + keys // CACHE_BLOCK)
+    # The blocks' ids are a turn ahead of the keys, whose addresses they are.
+    after = keys + BLOCK_KEYS
+    next_blocks = tl.load(table_ptr + after // CACHE_BLOCK, mask=after < end_key, other=0)
     if FAR:
         blocks = blocks.to(tl.int64)
     offsets = (blocks * CACHE_BLOCK + keys % CACHE_BLOCK) * TOKEN_STRIDE + head_offset
     offsets = offsets[:, None] + dims[None, :]
     if MASKED:
+        # What lies past a row's end in its last block is another request's, or nothing at all: never loaded.
+        inside = keys < end_key
         mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_cache_ptr + offsets, mask=mask, other=0.0)
     elif HEAD_DIM != BLOCK_DIM:
@@ -81,7 +79,7 @@ def _turn(
         v = tl.load(v_cache_ptr + offsets)
     total = total * fade + tl.sum(weights, axis=1)
     mixed = tl.dot(weights.to(DOT), v.to(DOT), mixed * fade[:, None], input_precision="ieee")
-    return new_best, total, mixed
+    return new_best, total, mixed, next_blocks
 
 
 @triton.jit(do_not_specialize=["q_stride", "table_stride", "num_rows", "scale_log2"])
@@ -110,12 +108,8 @@ def attend_long_rows(
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
     FAR: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Rows of more than MAX_SHORT tokens; others are left alone."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     DOT: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
     TILE_TOKENS: tl.constexpr = TILE // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -166,22 +160,24 @@ def attend_long_rows(
         best = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         mixed = tl.zeros([TILE, BLOCK_DIM], tl.float32)
+        keys = first_key + tl.arange(0, BLOCK_KEYS)
+        blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=keys < end_key, other=0)
         if WINDOW > 0:
             for begin in tl.range(first_key, open_key, BLOCK_KEYS, num_stages=STAGES):
-                best, total, mixed = _turn(
-                    q, best, total, mixed, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
+                best, total, mixed, blocks = _turn(
+                    q, best, total, mixed, blocks, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
                     head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW, FAR,
                     True, DOT,
                 )  # fmt: skip
         for begin in tl.range(open_key, shut_key, BLOCK_KEYS, num_stages=STAGES):
-            best, total, mixed = _turn(
-                q, best, total, mixed, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
+            best, total, mixed, blocks = _turn(
+                q, best, total, mixed, blocks, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
                 head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW, FAR,
                 False, DOT,
             )  # fmt: skip
         for begin in tl.range(shut_key, end_key, BLOCK_KEYS, num_stages=1):
-            best, total, mixed = _turn(
-                q, best, total, mixed, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
+            best, total, mixed, blocks = _turn(
+                q, best, total, mixed, blocks, begin, end_key, positions, table_ptr, k_cache_ptr, v_cache_ptr,
                 head_offset, scale_log2, CACHE_BLOCK, TOKEN_STRIDE, HEAD_DIM, BLOCK_DIM, BLOCK_KEYS, WINDOW, FAR,
                 True, DOT,
             )  # fmt: skip

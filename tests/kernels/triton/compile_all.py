@@ -168,7 +168,7 @@ def attention_kernels(shape: Shape, dtype: torch.dtype, steps: Sequence[tuple[in
     """steps: (rows, query tokens of each)."""
     # As on an H200.
     tiling = attention.choose_tiling(torch.device("cpu"), shape.kv_heads, shape.head_dim, dtype.itemsize)
-    tiling = replace(tiling, max_splits=16, num_programs=396, long_programs=264)
+    tiling = replace(tiling, num_programs=396)
     cache = torch.zeros((4, 16, shape.kv_heads, shape.head_dim), dtype=dtype)
     for rows, query_len in steps:
         q = torch.zeros((rows * query_len, shape.heads, shape.head_dim), dtype=dtype)
@@ -179,23 +179,14 @@ def attention_kernels(shape: Shape, dtype: torch.dtype, steps: Sequence[tuple[in
 
 
 def linear_kernels() -> None:
-    """Every tiling that is chosen for a weight, with its launches overlapping, as on the GPU it was chosen for."""
-    overlap_options = linear.overlap_options
-
-    def always(device: torch.device) -> dict[str, Any]:
-        return {"OVERLAP": True, "launch_pdl": True}
-
-    linear.overlap_options = always
+    """Every tiling that is chosen for a weight."""
     counters = ints(9999)
-    try:
-        for (outs, ins, gated), steps in linear_choice.measured().items():
-            weight = torch.zeros((1, ins), dtype=torch.bfloat16).expand(outs, ins)
-            for rows, tiling in steps:
-                if tiling is not None:
-                    x = torch.zeros((rows, ins), dtype=torch.bfloat16)
-                    linear.skinny_linear(x, weight, None, tiling, counters, gated)
-    finally:
-        linear.overlap_options = overlap_options
+    for (outs, ins, gated), steps in linear_choice.measured().items():
+        weight = torch.zeros((1, ins), dtype=torch.bfloat16).expand(outs, ins)
+        for rows, tiling in steps:
+            if tiling is not None:
+                x = torch.zeros((rows, ins), dtype=torch.bfloat16)
+                linear.skinny_linear(x, weight, None, tiling, counters, gated)
 
 
 def resources(kernel: Any) -> tuple[int, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +19,11 @@ from tests.kernels.triton.device import DEVICE, DTYPES, ON_GPU
 # Small stretches and few programs: rows of a few dozen keys are split, and programs take several items each.
 TILING = Tiling(
     block_keys=16,
-    split_keys=16,
+    few_keys=16,
+    many_keys=32,
     max_splits=4,
-    num_programs=3,
+    num_programs=8,
+    registers=255,
     num_stages=2,
     long_tile=32,
     long_keys=16,
@@ -129,13 +130,13 @@ def test_the_chosen_tiling_and_loose_bounds(name: str) -> None:
     assert_equal_enough(got, expected)
 
 
-def test_bounds_and_neighbours_do_not_change_a_bit() -> None:
-    """A row alone, in a crowd, under looser bounds, with other programs: the very same numbers."""
+def test_bounds_do_not_change_a_bit_and_neighbours_little() -> None:
+    """Under looser bounds the very same numbers; alone, or with other programs, as near as ever."""
     case = make_case([70, 7, 33, 0], [1, 1, 1, 1], heads=(3, 1), head_dim=16, block_size=16)
     crowd = run_kernel(case, 0.25, None)
     loose = replace(case, metadata=replace(case.metadata, max_seq_len=4096))
     assert torch.equal(run_kernel(loose, 0.25, None), crowd)
-    assert torch.equal(run_kernel(case, 0.25, None, replace(TILING, num_programs=64)), crowd)
+    assert_equal_enough(run_kernel(case, 0.25, None, replace(TILING, num_programs=64)), crowd)
     for row in range(3):
         one = slice(row, row + 1)
         metadata = replace(
@@ -146,7 +147,7 @@ def test_bounds_and_neighbours_do_not_change_a_bit() -> None:
             slot_mapping=case.metadata.slot_mapping[one],
         )
         alone = replace(case, metadata=metadata, q=case.q[one], k=case.k[one], v=case.v[one])
-        assert torch.equal(run_kernel(alone, 0.25, None), crowd[one])
+        assert_equal_enough(run_kernel(alone, 0.25, None), crowd[one])
 
 
 def test_padded_rows_and_rows_that_do_not_run_get_zeros() -> None:
@@ -271,8 +272,7 @@ def test_rotating_in_the_same_launch_is_rotating_before() -> None:
 
 def test_the_tiling_follows_the_device() -> None:
     tiling = choose_tiling(DEVICE, 8, 128, 2)
-    assert tiling.split_keys % tiling.block_keys == 0
-    assert 8 <= tiling.max_splits <= 64
-    assert math.log2(tiling.max_splits).is_integer()
+    assert tiling.many_keys % tiling.block_keys == 0
+    assert [tiling.splits_of(rows) for rows in (1, 2, 4, 64)] == [64, 64, 32, 16]
     wide = choose_tiling(DEVICE, 8, 128, 4)
     assert wide.block_keys < tiling.block_keys
