@@ -1,0 +1,1 @@
+"""Tests of steps that are launched ahead of the verdicts, on tensors of the CPU."""
