@@ -1,9 +1,8 @@
 """What does a decoder's forward cost on this GPU, beside the memory it must read, and what is each trick worth?
 
 Dummy weights in bfloat16, rows of one length behind a context, attention by Triton, forward and logits replayed from
-one CUDA graph: no host time counts. Variants: torch's own products or the chosen kernels, launches one after the other
-or overlapping, and neighbours of what is chosen. `floor` is the bytes of the weights and of the KV over the copy
-bandwidth. Prints a table, then one JSON object as the last line.
+one CUDA graph: no host time counts. Variants: torch's own products, the chosen kernels, and neighbours of those. `floor`
+is the bytes of the weights and of the KV over the copy bandwidth. Prints a table, then one JSON object as the last line.
 
     python -m benchmarks.forward [--model DIR] [--steps 1x1,1x4,16x4] [--context N] [--variants all|chosen] [--profile]
 """
@@ -11,8 +10,9 @@ bandwidth. Prints a table, then one JSON object as the last line.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,15 +33,13 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """skinny: the kernels of `linear_choice` rather than torch's products; overlap: launches overlap; change: of each
-    tiling; prefetch: MiB of a weight asked for ahead.
+    """choice: of `linear_choice`, by rows; `torch`: none of it; `all`: for every row count what it has for the next
+    greater one. change: of each tiling.
     """
 
     name: str
-    skinny: bool = True
-    overlap: bool = True
+    choice: str = "chosen"
     change: Callable[[tuple[int, int, bool], Any], Any] | None = None
-    prefetch: int | None = None
 
 
 def fewer_stages(gated_only: bool, num_stages: int) -> Callable[[tuple[int, int, bool], Any], Any]:
@@ -60,38 +58,31 @@ def more_splits(shape: tuple[int, int, bool], tiling: Any) -> Any:
 
 
 VARIANTS = [
-    Variant("torch's products, one after the other", skinny=False, overlap=False),
-    Variant("torch's products, overlapping", skinny=False),
-    Variant("chosen, one after the other", overlap=False),
+    Variant("torch's products", choice="torch"),
     Variant("chosen"),
-    Variant("nothing asked for ahead", prefetch=0),
-    Variant("8 MiB ahead", prefetch=8),
-    Variant("32 MiB ahead", prefetch=32),
-    Variant("gate and up in 3 stages", change=fewer_stages(True, 3)),
-    Variant("gate and up 64 wide in 5", change=narrow_gate),
-    Variant("all in 3 stages", change=fewer_stages(False, 3)),
-    Variant("all in 2 stages", change=fewer_stages(False, 2)),
-    Variant("twice the splits", change=more_splits),
+    Variant("our products", choice="all"),
+    Variant("ours, gate and up in 3 stages", choice="all", change=fewer_stages(True, 3)),
+    Variant("ours, gate and up 64 wide in 5", choice="all", change=narrow_gate),
+    Variant("ours, twice the splits", choice="all", change=more_splits),
 ]
 
 
 @contextmanager
 def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     """Run the decoder under a variant. Reaches into the engine: nothing but this measurement needs to change it."""
-    from kernels.triton import linear, linear_choice, overlap
+    from kernels.triton import linear_choice
 
-    measured, prefetch = dict(linear_choice._MEASURED), linear.PREFETCH_BYTES
+    measured = linear_choice.measured()
     changed: dict[tuple[int, int, bool], Any] = {}
-    for shape, steps in measured.items() if variant.skinny else ():
+    for shape, steps in measured.items() if variant.choice != "torch" else ():
+        if variant.choice == "all":
+            steps = tuple((rows, tiling) for rows, tiling in steps if tiling is not None)
         changed[shape] = tuple(
             (rows, tiling if tiling is None or variant.change is None else variant.change(shape, tiling))
             for rows, tiling in steps
         )
     linear_choice._MEASURED.clear()
     linear_choice._MEASURED.update(changed)
-    os.environ[overlap.SWITCH] = "1" if variant.overlap else "0"
-    if variant.prefetch is not None:
-        linear.PREFETCH_BYTES = variant.prefetch << 20
     try:
         for layer in decoder.layers:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -101,8 +92,6 @@ def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     finally:
         linear_choice._MEASURED.clear()
         linear_choice._MEASURED.update(measured)
-        linear.PREFETCH_BYTES = prefetch
-        os.environ.pop(overlap.SWITCH)
 
 
 def make_step(decoder: Decoder, rows: int, query_len: int, context_len: int) -> Callable[[], object]:
@@ -142,22 +131,33 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 def profile(step: Callable[[], object]) -> None:
-    """Print what the kernels of one replayed step take, by name. Overlapping kernels count twice."""
+    """Print what each kernel of a layer takes in a replayed graph, and how long the device idles before it: the mean
+    over the layers, in the order of their launches.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    for _ in range(2):
-        step()
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     graph.replay()
     torch.cuda.synchronize()
     with record(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(3):
-            graph.replay()
+        graph.replay()
         torch.cuda.synchronize()
-    print(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=16, max_name_column_width=60))
+    events = [event for event in recorded.events() if str(event.device_type).endswith("CUDA")]
+    events.sort(key=lambda event: event.time_range.start)
+    # A layer goes from one write of the KV to the next.
+    firsts = [index for index, event in enumerate(events) if "rope_kv_write" in event.name]
+    layers = [events[first:last] for first, last in itertools.pairwise(firsts)]
+    layers = [layer for layer in layers if len(layer) == len(layers[0])]
+    for place in range(len(layers[0])):
+        took = statistics.mean(layer[place].time_range.elapsed_us() for layer in layers)
+        idle = 0.0
+        if place:
+            idle = statistics.mean(layer[place].time_range.start - layer[place - 1].time_range.end for layer in layers)
+        print(f"        {layers[0][place].name[:60]:60} {took:7.2f} us, {idle:6.2f} us after the one before")
 
 
 def main() -> None:
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--variants", default="all", choices=("all", "chosen"))
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--profile", action="store_true", help="the first step's kernels too")
+    parser.add_argument("--profile", action="store_true", help="the first two steps' kernels too")
     options = parser.parse_args()
     missing = "no CUDA device" if not torch.cuda.is_available() else "" if find_spec("triton") else "no package triton"
     if missing:
@@ -198,7 +198,7 @@ def main() -> None:
                     logits = step()
                     assert isinstance(logits, torch.Tensor)
                     time = graph_us([step], options.repeats)
-                    if options.profile and index == 0 and variant.name.startswith(("chosen", "torch's products, one")):
+                    if options.profile and index < 2 and variant.change is None:
                         profile(step)
                 off = 0.0
                 if expected is not None:

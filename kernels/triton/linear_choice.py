@@ -21,11 +21,11 @@ _SMALL_DEEP = SkinnyTiling(16, 128, splits=1, num_stages=5)
 
 _MEASURED: dict[tuple[int, int, bool], _Steps] = {
     # Of an 8-billion-parameter Llama: query, key and value; attention's output; gate and up; down; logits.
-    (6144, 4096, False): ((16, _IN_TWO), (64, _WIDE)),
-    (4096, 4096, False): ((5, _IN_FOUR), (64, _IN_TWO)),
-    (28672, 4096, True): ((64, _WIDE),),
-    (4096, 14336, False): ((16, _IN_FOUR), (64, _IN_TWO)),
-    (128256, 4096, False): ((32, _WIDE), (64, _TALL)),
+    (6144, 4096, False): ((3, None), (16, _IN_TWO), (64, _WIDE)),
+    (4096, 4096, False): ((3, None), (5, _IN_FOUR), (64, _IN_TWO)),
+    (28672, 4096, True): ((3, None), (64, _WIDE)),
+    (4096, 14336, False): ((3, None), (16, _IN_FOUR), (64, _IN_TWO)),
+    (128256, 4096, False): ((3, None), (32, _WIDE), (64, _TALL)),
     # Of its EAGLE-3 head: the captured layers; query, key and value; logits.
     (4096, 12288, False): ((16, _IN_FOUR), (64, _IN_TWO)),
     (6144, 8192, False): ((16, _IN_TWO), (64, _WIDE)),
