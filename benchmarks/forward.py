@@ -1,8 +1,9 @@
 """What does a decoder's forward cost on this GPU, beside the memory it must read, and what is each trick worth?
 
 Dummy weights in bfloat16, rows of one length behind a context, attention by Triton, forward and logits replayed from
-one CUDA graph: no host time counts. Variants: torch's own products, the chosen kernels, and neighbours of those. `floor`
-is the bytes of the weights and of the KV over the copy bandwidth. Prints a table, then one JSON object as the last line.
+one CUDA graph: no host time counts. Variants: torch's own products, the chosen kernels, and neighbours of those.
+`floor` is the bytes of the weights and of the KV over the copy bandwidth. Prints a table, then one JSON object as the
+last line.
 
     python -m benchmarks.forward [--model DIR] [--steps 1x1,1x4,16x4] [--context N] [--variants all|chosen] [--profile]
 """
