@@ -1,8 +1,8 @@
 """How does a test drive a target's core without RPCs, and decide itself when the device is done with a step?
 
 `Bench` holds one core, host or device execution, over a tiny model. With device execution a step that was launched
-stays under way until the test lands it (or the core has to wait for it), so the host lags behind the device as far as
-the test likes. The drafter is a `LocalDrafter` on the other end of a `local` channel.
+stays under way until the test lands it (or the core has to), so the host lags behind the device as far as the test
+likes. The drafter is a `LocalDrafter` on the other end of a `local` channel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import torch
 from engine.channel.interface import ChannelSpec
 from engine.channel.local import LocalChannel
 from engine.outbox import Outbox
-from target_service.assembly import Target
 from target_service.channels import OpenChannel, TargetChannels
 from target_service.checks import Limits
 from target_service.config import TargetConfig
 from target_service.core import TargetCore
 from target_service.execution import Engine, build_engine
-from target_service.flights import Flight, Landing
+from target_service.flights import Flight
 from target_service.messages import (
     Admission,
     AdmissionReply,
@@ -47,14 +46,9 @@ from target_service.streams import GatewayStream
 CHANNEL_ID, EPOCH = "local", 3
 
 
-@dataclass
-class Held(Landing):
-    """A landing that nobody has allowed yet. forced: somebody waited all the same."""
-
-    forced: int = 0
-
-    def wait(self) -> None:
-        self.forced += 1
+# The same tests run on a GPU, where there is one.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_DEVICE = {"device": DEVICE, "attention": "triton" if DEVICE == "cuda" else "reference"}
 
 
 class OneChannel:
@@ -84,7 +78,7 @@ class Bench:
         config = TargetConfig.model_validate(
             {
                 "execution": execution,
-                "attention": "reference" if on_device else "torch",
+                **(ON_DEVICE if on_device else {}),
                 "num_blocks": 64,
                 "num_seats": 40,
                 "graph_rows": [1, 3, 8],
@@ -112,7 +106,7 @@ class Bench:
                 num_blocks=blocks.pool.num_blocks,
                 draft_probs=draft_probs,
             )
-            self.local = LocalChannel(spec, torch.device("cpu"))
+            self.local = LocalChannel(spec, self.engine.device)
             channel = OpenChannel(self.local.target, "scripted", hidden_layers, shares_blocks, last_alive=0.0)
         self.channel = channel
         info = ServiceInfo(
@@ -125,16 +119,9 @@ class Bench:
         )
         channels = cast(TargetChannels, OneChannel(channel))
         self.core = TargetCore(info, limits, self.engine.sessions, self.engine.runner, channels, 5.0, True)
-        self.landings: list[Held] = []
-        if self.engine.device_runner is not None:
-            self.engine.device_runner.make_landing = self._hold
         self.stream = GatewayStream(1, Outbox(1 << 20, on_overflow=lambda: None))
         self.outcomes: deque[Event | Flight] = deque()
         assert isinstance(self.send(Hello("test")), ServiceInfo)
-
-    def _hold(self, marks: object) -> Landing:
-        self.landings.append(Held())
-        return self.landings[-1]
 
     @torch.inference_mode()
     def send(self, command: Command) -> Event | Flight:
@@ -415,6 +402,3 @@ def outputs_without_drafts(bench: Bench, requests: Sequence[Request]) -> dict[st
         bench.release(alone.request_id)
         found[request.request_id] = alone.generated
     return found
-
-
-__all__ = ["Bench", "Held", "LocalDrafter", "Planner", "Request", "Target", "outputs_without_drafts"]
