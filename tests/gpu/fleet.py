@@ -70,8 +70,9 @@ def sections(choice: StackChoice, models: Models) -> tuple[dict[str, Any], dict[
     # A late draft is dropped, which is right but not what is looked at here: several stacks share the machine.
     gateway = {"step_deadline_ms": 20_000, **choice.gateway}
     drafter = {"method": choice.method, "checkpoint": str(models.root / choice.draft), "max_draft_len": 7}
+    own = {"execution": "device", "attention": "reference"} if DEVICE == "cpu" and execution != "host" else {}
     return (
-        {**device_section(DEVICE, execution), **both, **choice.target},
+        {**own, **device_section(DEVICE, execution), **both, **choice.target},
         {**device_section(DRAFTER_DEVICE, execution), **both, **drafter, **choice.drafter},
         gateway,
     )
