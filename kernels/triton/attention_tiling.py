@@ -36,7 +36,7 @@ class Tiling:
 
     def splits_of(self, num_rows: int) -> int:
         """The most stretches of a row in a batch of num_rows: scratch is made for all of them."""
-        return min(self.max_splits, max(16, 128 // num_rows))
+        return min(self.max_splits, max(8, 256 // num_rows))
 
 
 @lru_cache(maxsize=64)

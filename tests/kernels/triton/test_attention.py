@@ -273,6 +273,6 @@ def test_rotating_in_the_same_launch_is_rotating_before() -> None:
 def test_the_tiling_follows_the_device() -> None:
     tiling = choose_tiling(DEVICE, 8, 128, 2)
     assert tiling.many_keys % tiling.block_keys == 0
-    assert [tiling.splits_of(rows) for rows in (1, 2, 4, 64)] == [64, 64, 32, 16]
+    assert [tiling.splits_of(rows) for rows in (1, 4, 8, 64)] == [64, 64, 32, 8]
     wide = choose_tiling(DEVICE, 8, 128, 4)
     assert wide.block_keys < tiling.block_keys
