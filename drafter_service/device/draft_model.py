@@ -46,8 +46,17 @@ class DraftModelProgram(ProgramBase):
         self._append_anchors = import_module(f"kernels.{kernels.name}.append_anchors").append_anchors
         device, most = decoder.device, self.max_tokens + self.max_rows
         self._metadata = DeviceMetadata(
-            *(self.counts, self.max_rows, most, self.tables.device[None], (settings.block_size,)),
-            *(speculator.max_len, kernels, options.fused, self._mismatches(), None),
+            self.counts,
+            self.max_rows,
+            most,
+            self.max_draft_len,
+            self.tables.device[None],
+            (settings.block_size,),
+            speculator.max_len,
+            kernels,
+            options.fused,
+            self._mismatches(),
+            None,
         )
         self._starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
@@ -152,6 +161,7 @@ class DraftModelProgram(ProgramBase):
         output = self._decoder.forward(self._known(ids, num_target_tokens), positions, plans, self._kv)
         if not drafting:
             return None
+        self._metadata.begin_draft(taken)
         return self._logits(output.hidden.index_select(0, last_index), num_target_tokens)
 
     def _draft(self, taken: TakenRows, draft_len: int, num_target_tokens: int) -> None:

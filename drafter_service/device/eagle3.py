@@ -51,8 +51,17 @@ class Eagle3Program(ProgramBase):
                 settings.block_size,
             )
         self._metadata = DeviceMetadata(
-            *(self.counts, self.max_rows, self.max_tokens, self.tables.device[None], (settings.block_size,)),
-            *(self.max_len, kernels, options.fused, self._mismatches(), self.layout),
+            self.counts,
+            self.max_rows,
+            self.max_tokens,
+            self.max_draft_len,
+            self.tables.device[None],
+            (settings.block_size,),
+            self.max_len,
+            kernels,
+            options.fused,
+            self._mismatches(),
+            self.layout,
         )
         dtype = self._head.dtype
         width = config.num_captured * config.target_hidden_size
@@ -163,6 +172,7 @@ class Eagle3Program(ProgramBase):
         q, residual = self._head.write_kv(ids, fused, taken.positions, slots, k_cache, v_cache)
         if not drafting:
             return None
+        self._metadata.begin_draft(taken)
         index = last_index.clamp(min=0)
         attended = self._plan(taken).attend(q.index_select(0, index), k_cache, v_cache)
         return self._head.finish(attended, residual.index_select(0, index))

@@ -7,10 +7,10 @@ residual, rotation with the write of the KV. Nothing here waits for the device, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
 
 from drafter_service.eagle3.config import rotary_frequencies
 from drafter_service.eagle3.head import Eagle3Head
@@ -42,6 +42,7 @@ class HeadRunner:
         self._embedding = head.embed_tokens
         # In float32 whatever the weights are: a position of some thousands times a rounded frequency is another angle.
         self._inv_freq = rotary_frequencies(head.config)[0].to(self.device)
+        self._head_inputs = import_module(f"kernels.{kernels.name}.head_inputs").head_inputs
         self._fc = _packed(head.fc)
         self._qkv = _packed(head.qkv_proj)
         self._out = _packed(head.o_proj)
@@ -113,11 +114,11 @@ class HeadRunner:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q, k, v, not rotated; residual)."""
         head, config = self._head, self.config
-        normed = self._norm(hidden, head.hidden_norm.weight)
-        residual = normed if config.norm_before_residual else hidden
-        embedded = self._norm(embedding(token_ids, self._embedding), head.input_layernorm.weight)
+        norms = (head.input_layernorm.weight, head.hidden_norm.weight)
+        inputs = self._head_inputs(token_ids, self._embedding, hidden, *norms, config.rms_eps)
+        residual = inputs[:, config.hidden_size :] if config.norm_before_residual else hidden
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = self._qkv(torch.cat((embedded, normed), dim=-1)).view(-1, heads + 2 * kv_heads, config.head_dim)
+        qkv = self._qkv(inputs).view(-1, heads + 2 * kv_heads, config.head_dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         return q, k, v, residual
 

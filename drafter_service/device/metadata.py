@@ -69,6 +69,7 @@ class DeviceMetadata:
         counts: MetadataCounts,
         max_rows: int,
         max_tokens: int,
+        max_draft_len: int,
         seat_tables: torch.Tensor,
         block_sizes: Sequence[int],
         max_len: int,
@@ -92,7 +93,9 @@ class DeviceMetadata:
         # Of the draft steps: one token a row.
         self._step_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._step_slots = torch.full((groups, max_rows), PAD_SLOT, dtype=torch.int64, device=device)
-        self._active = torch.zeros(max_rows, dtype=torch.bool, device=device)
+        # [K, M]: whether a row drafts more than k tokens.
+        self._active = torch.zeros((max_draft_len, max_rows), dtype=torch.bool, device=device)
+        self._steps = torch.arange(max_draft_len, dtype=torch.int32, device=device)[:, None]
 
     def build(self, taken: TakenRows) -> None:
         """The prefill's metadata, from the global batch's positions as taken over, padded rows and tokens included.
@@ -145,11 +148,13 @@ class DeviceMetadata:
             max_seq_len=self.max_len,
         )
 
+    def begin_draft(self, taken: TakenRows) -> None:
+        """Note which rows go on at each draft step."""
+        torch.gt(taken.num_drafts, self._steps, out=self._active[:, : taken.seats.shape[0]])
+
     def advance(self, taken: TakenRows, step: int, group: int = 0) -> None:
         """Move every row that drafts more than `step` tokens one token on, in place; the others end."""
         num_rows = taken.seats.shape[0]
-        active = self._active[:num_rows]
-        torch.gt(taken.num_drafts, step, out=active)
         self._kernels.advance_draft_step(
             taken.step_positions,
             taken.step_seq_lens,
@@ -157,7 +162,7 @@ class DeviceMetadata:
             self._tables(num_rows, group),
             self._block_sizes[group],
             self.max_len,
-            active,
+            self._active[step, :num_rows],
         )
 
     def _tables(self, num_rows: int, group: int) -> torch.Tensor:
