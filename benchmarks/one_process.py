@@ -72,11 +72,13 @@ class OneProcess:
         """Until it has loaded. DriverError: it could not."""
         self._answer(READY_S)
 
-    def run(self, load: Load, warm: int, steps: int, depth: int) -> tuple[Timeline, dict[str, float]]:
-        """Place the load, run `warm` steps, then `steps`; returns these, and the CPU milliseconds of each."""
+    def run(self, load: Load, warm: int, steps: int, depth: int) -> tuple[Timeline, dict[str, float], dict[str, float]]:
+        """Place the load, run `warm` steps, then `steps`. Returns these; the CPU milliseconds of each; and what the
+        host's parts of one take, in microseconds (see `host_parts_us`).
+        """
         self._link.send((load, warm, steps, depth))
-        timeline, host = self._answer(RUN_S)
-        return timeline, host
+        timeline, host, parts = self._answer(RUN_S)
+        return timeline, host, parts
 
     def _answer(self, deadline_s: float) -> Any:
         try:
@@ -108,11 +110,25 @@ async def _serve(link: Connection, target: InProcessTarget, drafter: InProcessDr
             load, warm, steps, depth = order
             await driver.place(load)
             await driver.decode(warm, depth)
-            before = time.process_time()
+            before, parts = time.process_time(), host_parts_us(target, drafter)
             timeline = await driver.decode(steps, depth)
             host = {"one process": 1e3 * (time.process_time() - before) / steps}
+            after = host_parts_us(target, drafter)
             await driver.release()
-            link.send((timeline, host))
+            link.send((timeline, host, {name: round((after[name] - parts[name]) / steps, 1) for name in after}))
+
+
+def host_parts_us(target: InProcessTarget, drafter: InProcessDrafter) -> dict[str, float]:
+    """Microseconds of the host so far: launching the target's steps and the drafter's, of those what follows the draft
+    prefill (drafts, reply, publication), and taking in what the drafter's steps gave.
+    """
+    times = drafter.host_times
+    return {
+        "target launch": target.launch_us,
+        "drafter launch": 1e6 * times.launch_s,
+        "drafter after prefill": 1e6 * times.after_prefill_s,
+        "drafter complete": 1e6 * times.complete_s,
+    }
 
 
 @contextlib.contextmanager
@@ -184,6 +200,7 @@ class InProcessTarget:
         from target_service.streams import GatewayStream
 
         self.info = info
+        self.launch_us = 0.0
         self._core = core
         self._stream = GatewayStream(1, Outbox(1, lambda: None))
         self._outcomes: deque[Any] = deque()
@@ -196,6 +213,7 @@ class InProcessTarget:
     async def event(self, kind: str) -> Any:
         from target_service.codec import event_to_proto
         from target_service.flights import Flight
+        from target_service.messages import StepReply
 
         event = self._outcomes.popleft()
         if isinstance(event, Flight):
@@ -203,6 +221,8 @@ class InProcessTarget:
                 event.landing.wait()
                 self._core.land(event)
             event = event.reply
+        if isinstance(event, StepReply):
+            self.launch_us += 1e3 * event.times.launch_ms
         message = event_to_proto(event)
         if message.WhichOneof("event") != kind:
             raise DriverError(f"target: expected {kind}, got {message}")
@@ -213,6 +233,7 @@ class InProcessDrafter:
     """PlanDriver's stream to the drafter, likewise."""
 
     def __init__(self, drafter: LocalDrafter) -> None:
+        self.host_times = drafter.steps.host_times
         self._drafter = drafter
         self._answers: deque[Any] = deque()
 

@@ -124,6 +124,7 @@ class Sample:
     busy: float | None
     host_ms: dict[str, float]  # CPU time per plan, by process
     groups: int = 1
+    parts_us: dict[str, float] | None = None  # of the host's time per step, where one process tells
 
     @property
     def times_ms(self) -> list[float]:
@@ -193,8 +194,8 @@ async def measure(
                     if way == "c":
                         assert one is not None
                         with busy:
-                            timeline, host = one.run(drafting, WARM_STEPS, setting.steps, setting.depth)
-                        sample = Sample(timeline, busy.share, host)
+                            timeline, host, parts = one.run(drafting, WARM_STEPS, setting.steps, setting.depth)
+                        sample = Sample(timeline, busy.share, host, parts_us=parts)
                     elif way == "d":
                         sample = await sample_split(alone, plain, setting, setting.depth, services, busy)
                     else:
@@ -241,6 +242,7 @@ def summary(setting: Setting, samples: dict[int, dict[str, list[Sample]]], bandw
                     name: round(statistics.fmean(sample.host_ms[name] for sample in rounds), 3)
                     for name in rounds[0].host_ms
                 },
+                "host_parts_us": rounds[-1].parts_us,
                 "target": {f: mean_of(results, f) for f in ("wait_ms", "forward_ms", "verify_ms", "total_ms")},
                 "drafter": {
                     f: mean_of(reports, f)
@@ -319,6 +321,9 @@ def print_table(result: dict[str, Any]) -> None:
         rest = {key: value for key, value in figures.items() if key != "ways"}
         table.add_row(batch, *(f"{key} {value}" for key, value in rest.items()), end_section=True)
     Console(width=150).print(table)
+    for batch, figures in result["batches"].items():
+        if parts := figures["ways"].get("c", {}).get("host_parts_us"):
+            print(f"batch {batch}, host, us a step in one process:", ", ".join(f"{k} {v}" for k, v in parts.items()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
