@@ -1,6 +1,6 @@
 """How does the device thread learn that a step is done, without waiting for it?
 
-Another thread waits for the step's event and says so. Steps are done in the order in which they were enqueued.
+Another thread waits for the step and says so. Steps are done in the order in which they were enqueued.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 
 class Pending(Protocol):
-    """A step that was enqueued. event: recorded behind all of its work; None: it is done already (CPU)."""
+    """A step that was enqueued."""
 
-    event: torch.cuda.Event | None
+    def wait(self) -> None:
+        """Until the device is done with it. RuntimeError: the device has failed."""
+        ...
 
 
 class Completions:
@@ -73,8 +73,7 @@ class Completions:
                     return
                 step = self._under_way.popleft()
             try:
-                if step.event is not None:
-                    step.event.synchronize()
+                step.wait()
             except RuntimeError as error:  # the device has failed: whoever takes steps ends with it
                 self._done(error)
                 return

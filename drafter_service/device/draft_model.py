@@ -6,7 +6,6 @@ Each step runs the target's accepted tokens once more, where they stand, and the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from drafter_service.device.base import ProgramBase, check_attention
+from drafter_service.device.marks import PREFILLED, StepMarks
 from drafter_service.device.metadata import DeviceMetadata
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.shapes import StepShape, step_shape
@@ -96,32 +96,33 @@ class DraftModelProgram(ProgramBase):
     def read_entry(self, shape: StepShape, entry: RingEntry) -> None:
         """See DrafterProgram.read_entry: a draft model reads tokens alone."""
 
-    def follow(self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
+    def follow(
+        self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int, marks: StepMarks
+    ) -> None:
         """See DrafterProgram.follow."""
         rows, tokens, drafting = shape.padded_rows, shape.padded_tokens, shape.draft_len > 0
         prefill = partial(self._prefill, taken, shape.max_query_len, num_target_tokens, drafting)
         if shape.drawn:
             logits = prefill()
-            prefilled = time.perf_counter()
+            marks.set(PREFILLED)
             for step in range(shape.draft_len):
                 assert logits is not None, "drafts are wanted"
                 if step > 0:
                     logits = self._step(taken, step, num_target_tokens)
                 self._draw(logits, taken, step, shape.num_rows, reply)
-            return prefilled
+            return
         if shape.captured:
             key = ("prefill", rows, tokens, num_target_tokens, drafting)
             self._graphs.run(key, partial(self._first, taken, shape.max_query_len, num_target_tokens, drafting))
         else:
             self._first(taken, shape.max_query_len, num_target_tokens, drafting)
-        prefilled = time.perf_counter()
+        marks.set(PREFILLED)
         if shape.draft_len > 1:
             draft = partial(self._draft, taken, shape.draft_len, num_target_tokens)
             if rows in self._options.graph_rows:
                 self._graphs.run(("draft", rows, shape.draft_len, num_target_tokens), draft)
             else:
                 draft()
-        return prefilled
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -7,7 +7,6 @@ metadata advanced in place. What passes from one graph to the next lies in buffe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,6 +14,7 @@ import torch
 
 from drafter_service.device.base import ProgramBase, check_attention
 from drafter_service.device.head import HeadOutput, HeadRunner
+from drafter_service.device.marks import PREFILLED, StepMarks
 from drafter_service.device.metadata import DeviceMetadata
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.shapes import StepShape, step_shape
@@ -105,16 +105,18 @@ class Eagle3Program(ProgramBase):
         else:
             self._fused = self._head.fuse(hidden)
 
-    def follow(self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
+    def follow(
+        self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int, marks: StepMarks
+    ) -> None:
         """See DrafterProgram.follow."""
         rows, tokens, drafting = shape.padded_rows, shape.padded_tokens, shape.draft_len > 0
         if shape.drawn:
             output = self._prefill(taken, drafting)
             self._fused = None
-            prefilled = time.perf_counter()
+            marks.set(PREFILLED)
             if output is not None:
                 self._drawn_steps(taken, output, shape, reply)
-            return prefilled
+            return
         if shape.captured:
             self._graphs.run(("prefill", rows, tokens, drafting), partial(self._captured_prefill, taken, drafting))
         else:
@@ -122,14 +124,13 @@ class Eagle3Program(ProgramBase):
             if output is not None:
                 self._keep_first(output, rows)
         self._fused = None
-        prefilled = time.perf_counter()
+        marks.set(PREFILLED)
         if shape.draft_len > 1:
             key = ("draft", rows, shape.draft_len)
             if rows in self._options.graph_rows:
                 self._graphs.run(key, partial(self._draft, taken, shape.draft_len))
             else:
                 self._draft(taken, shape.draft_len)
-        return prefilled
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from drafter_service.device.marks import StepMarks
 from kernels.reference.take_entry import PLAN_FIELDS, RECORD_FIELDS
 
 # Words in front of the records: [0] counts metadata elements that differ from their yardstick (`metadata_shadow`).
@@ -38,10 +39,12 @@ class ReportLayout:
 
 
 class StepBuffers:
-    """One step's host buffers."""
+    """One step's host buffers, and its marks. device: the copies' other end."""
 
-    def __init__(self, layout: ReportLayout, max_changes: int, pinned: bool) -> None:
+    def __init__(self, layout: ReportLayout, max_changes: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
         words = PLAN_FIELDS * layout.max_rows + 2 * max_changes
+        self.marks = StepMarks(device)
         self._layout = layout
         self._pinned = pinned
         self._plan = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)

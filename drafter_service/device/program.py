@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from drafter_service.device.marks import StepMarks
 from drafter_service.device.metadata import MetadataCounts
 from drafter_service.device.seat_tables import SeatTables
 from drafter_service.device.shapes import StepShape
@@ -90,9 +91,11 @@ class DrafterProgram(Protocol):
         """Enqueue what reads the entry itself, apart from what `take_entry` takes over right after it."""
         ...
 
-    def follow(self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int) -> float:
-        """Enqueue the draft prefill of the taken rows, then their drafts, of num_target_tokens ids. Returns when the
-        prefill was enqueued (`time.perf_counter`).
+    def follow(
+        self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int, marks: StepMarks
+    ) -> None:
+        """Enqueue the draft prefill of the taken rows, then their drafts, of num_target_tokens ids. Sets the mark
+        PREFILLED between the two.
         """
         ...
 

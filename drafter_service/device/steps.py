@@ -19,6 +19,7 @@ import torch
 
 from drafter_service.channels import ChannelLink
 from drafter_service.device.completion import Completions
+from drafter_service.device.marks import ASKED, BEGUN, DONE, PREFILLED
 from drafter_service.device.plan_buffers import ReportLayout, StepBuffers
 from drafter_service.device.program import DrafterProgram
 from drafter_service.messages import DraftTimes, StepReport, StepRequest
@@ -68,10 +69,13 @@ class StepUnderWay:
     entry: RingEntry
     reply: ReplyViews
     rows: tuple[Resident | None, ...] = ()
-    event: torch.cuda.Event | None = None
     metadata_builds: int = 0
     metadata_launches: int = 0
     complete: bool = False
+
+    def wait(self) -> None:
+        """See completion.Pending."""
+        self.buffers.marks.wait()
 
 
 class DeviceSteps:
@@ -101,7 +105,7 @@ class DeviceSteps:
         self._on_gpu = on_gpu
         num_changes = min(program.tables.device.numel(), MAX_CHANGES)
         layout = ReportLayout(program.max_rows, program.max_tokens)
-        self._free = [StepBuffers(layout, num_changes, on_gpu) for _ in range(MAX_UNDER_WAY)]
+        self._free = [StepBuffers(layout, num_changes, program.device) for _ in range(MAX_UNDER_WAY)]
         words = take.PLAN_FIELDS * program.max_rows + 2 * num_changes
         self._plan = torch.zeros(words, dtype=torch.int32, device=program.device)
         self._seat_state = torch.zeros((2, program.max_rows), dtype=torch.int32, device=program.device)
@@ -167,9 +171,7 @@ class DeviceSteps:
             self._enqueue(link, end, step)
         except ChannelError as error:  # closed between two calls; its residents go with it
             _log.info("step %d of channel %s: %s", plan.seq, plan.channel_id, error)
-        if self._on_gpu:
-            step.event = torch.cuda.Event(blocking=True)
-            step.event.record()
+        step.buffers.marks.set(DONE)
         self._under_way.append(step)
         self._completions.add(step)
         self.host_times.launch_s += time.perf_counter() - started
@@ -218,7 +220,10 @@ class DeviceSteps:
         layout = None if program.layout is None else program.layout.sized(shape.padded_rows, shape.padded_tokens)
         program.catch_up(bounds.fresh)
 
+        marks = buffers.marks
+        marks.set(ASKED)
         end.wait_entry(plan.seq, self._max_wait_s)
+        marks.set(BEGUN)
         builds, launches = program.counts.builds, program.counts.launches
         if follows:
             program.read_entry(shape, entry)
@@ -237,7 +242,10 @@ class DeviceSteps:
             taken,
             layout,
         )
-        prefilled = program.follow(taken, shape, reply, spec.vocab_size) if follows else time.perf_counter()
+        if follows:
+            program.follow(taken, shape, reply, spec.vocab_size, marks)
+        else:
+            marks.set(PREFILLED)
         self._finish_reply(
             header,
             plan.seq,
@@ -256,7 +264,7 @@ class DeviceSteps:
         step.metadata_builds = program.counts.builds - builds
         step.metadata_launches = program.counts.launches - launches
         step.complete = True
-        self.host_times.after_prefill_s += time.perf_counter() - prefilled
+        self.host_times.after_prefill_s += time.perf_counter() - marks.host_time(PREFILLED)
 
     def _bound_rows(self, link: ChannelLink, plan: StepRequest, fields: np.ndarray, with_probs: bool) -> _Bounds:
         """Make room for the plan's rows and write their fields."""
@@ -324,7 +332,7 @@ class DeviceSteps:
             num_drafted=num_drafted,
             metadata_builds=step.metadata_builds,
             metadata_launches=step.metadata_launches,
-            times=DraftTimes(total_ms=(time.perf_counter() - step.started) * 1e3),
+            times=_times(step),
         )
 
     def _take_in(self, step: StepUnderWay, resident: Resident, record: list[int]) -> None:
@@ -343,6 +351,16 @@ class DeviceSteps:
         elif status == take.WRONG:
             seq, channel_id = step.plan.seq, step.plan.channel_id
             _log.warning("step %d of channel %s: a row's numbers make no sense; not followed", seq, channel_id)
+
+
+def _times(step: StepUnderWay) -> DraftTimes:
+    """As the device took them, but for the whole, which is the host's."""
+    total_ms = (time.perf_counter() - step.started) * 1e3
+    if not step.complete:
+        return DraftTimes(total_ms=total_ms)
+    marks = step.buffers.marks
+    waited, prefill, draft = (marks.between(point, point + 1) for point in (ASKED, BEGUN, PREFILLED))
+    return DraftTimes(waited, prefill, draft, total_ms)
 
 
 @dataclass(frozen=True, slots=True)

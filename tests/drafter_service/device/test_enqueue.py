@@ -173,9 +173,9 @@ def test_an_entry_overwritten_while_it_is_read_counts_for_nothing(
     program = harness.program
     follow = program.follow
 
-    def overtaken(*args: Any) -> float:
+    def overtaken(*args: Any) -> None:
         harness.target.channel.begin(seq + harness.target.spec.depth, 1, 1)
-        return follow(*args)
+        follow(*args)
 
     monkeypatch.setattr(program, "follow", overtaken)
     harness.follow(StepRequest(seq, harness.target.spec.channel_id, harness.target.spec.epoch, plan_rows, 1000))

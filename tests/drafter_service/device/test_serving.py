@@ -40,6 +40,16 @@ from tests.drafter_service.harness import prompt_of
 MakeEagle3 = Callable[..., Eagle3Speculator]
 
 
+class _Held:
+    """A step that waits for the test."""
+
+    def __init__(self, go_on: threading.Semaphore) -> None:
+        self._go_on = go_on
+
+    def wait(self) -> None:
+        assert self._go_on.acquire(timeout=20)
+
+
 class SlowDevice(Completions):
     """A device on which a step is done only when the test says so."""
 
@@ -51,16 +61,7 @@ class SlowDevice(Completions):
         SlowDevice.made.append(self)
 
     def add(self, step: Pending) -> None:
-        semaphore = self.go_on
-
-        class Held:
-            """An event that waits for the test."""
-
-            def synchronize(self) -> None:
-                assert semaphore.acquire(timeout=20)
-
-        step.event = Held()  # type: ignore[assignment]
-        super().add(step)
+        super().add(_Held(self.go_on))
 
 
 class Service:
@@ -210,13 +211,12 @@ def test_a_device_that_fails_ends_the_thread(
 
     def broken(self: SlowDevice, step: Pending) -> None:
         class Broken:
-            """An event of a context that is gone."""
+            """A step on a device whose context is gone."""
 
-            def synchronize(self) -> None:
+            def wait(self) -> None:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
 
-        step.event = Broken()  # type: ignore[assignment]
-        Completions.add(self, step)
+        Completions.add(self, Broken())
 
     monkeypatch.setattr(SlowDevice, "add", broken)
     service.step(3)
