@@ -52,8 +52,10 @@ def shared_gpu(device: torch.device) -> Iterator[dict[str, str]]:
     finally:
         for key in env:
             del os.environ[key]
-        assert guard.stdin is not None  # it was asked for
+        assert guard.stdin is not None  # both were asked for
+        assert guard.stdout is not None
         guard.stdin.close()
+        guard.stdout.close()
         try:
             guard.wait(mps_guard.QUIT_S + 10.0)
         except subprocess.TimeoutExpired:

@@ -127,7 +127,8 @@ class ProcessGroup:
 
     def start(self, argv: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> TestProcess:
         """Start `argv` in the repository root; `env` is added to the test's own environment."""
-        merged = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        merged = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **(env or {})}
         process = TestProcess(argv, self._log_dir / f"process-{len(self._started)}.log", merged, cwd)
         self._started.append(process)
         return process

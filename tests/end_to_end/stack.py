@@ -48,7 +48,8 @@ class Stack:
 
     def start(self, name: str) -> None:
         module = {"target": "target_service", "drafter": "drafter_service", "gateway": "gateway"}[name]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with open(self.log_path(name), "ab") as log:
             self._log_start[name] = log.tell()
             self.processes[name] = subprocess.Popen(

@@ -2,7 +2,7 @@
 
 A stack takes most of its time to load and compile, so all that the selected tests need are started side by side, on
 one GPU under one MPS daemon, and used in turn. OUTRIDER_TEST_DEVICE=cpu runs the same tests without a GPU, to try the
-tests themselves; OUTRIDER_TEST_DRAFTER_DEVICE=cuda:1 gives the drafters another GPU than the targets.
+tests themselves; cuda:1 takes another GPU, and OUTRIDER_TEST_DRAFTER_DEVICE gives the drafters one of their own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.end_to_end.variants import Models
 
 DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cuda")
 DRAFTER_DEVICE = os.environ.get("OUTRIDER_TEST_DRAFTER_DEVICE", DEVICE)
-NEEDS_GPU = pytest.mark.skipif(DEVICE == "cuda" and not has_gpu(), reason="no NVIDIA GPU on this machine")
-HEAD = "smollm2-135m-instruct-eagle3"
+NEEDS_GPU = pytest.mark.skipif(DEVICE != "cpu" and not has_gpu(), reason="no NVIDIA GPU on this machine")
+GPU_INDEX = None if DEVICE == "cpu" else int(DEVICE.partition(":")[2] or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from benchmarks.floor import BusySampler
 from tests.end_to_end.stack import Stack, running_stack
 from tests.end_to_end.test_faults import Reader
 from tests.end_to_end.variants import prompts
-from tests.gpu.fleet import DEVICE, DRAFTER_DEVICE, NEEDS_GPU, device_section
+from tests.gpu.fleet import DEVICE, DRAFTER_DEVICE, GPU_INDEX, NEEDS_GPU, device_section
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [NEEDS_GPU, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -74,7 +74,7 @@ def _wait_drafting(stack: Stack) -> None:
 
 
 def test_drafter_killed_under_load_again_and_again(stack: Stack, expected: list[list[int]]) -> None:
-    gpu = BusySampler(None if DEVICE == "cpu" else 0)
+    gpu = BusySampler(GPU_INDEX)
     used: list[int] = []
     for _ in range(KILLS):
         _wait_drafting(stack)
