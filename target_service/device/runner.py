@@ -177,7 +177,6 @@ class DeviceRunner:
             total_ms=marks.between(BEGAN, ENDED),
             launch_ms=results.launch_ms,
         )
-        self.forget(flight)
         return StepReply(flight.step.seq, verdicts, self._sessions.capacity, times, missed)
 
     def forget(self, flight: Flight) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.decoder import Decoder
 from target_service.flights import Flight
 from target_service.messages import FaultReply, RowRequest, RowStatus, SamplingSettings, StepReply, StepRequest
 from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
@@ -274,10 +273,18 @@ def test_blocks_for_the_drafts_of_a_drafter_that_mirrors_them(tiny_dir: Path, ho
 # What goes wrong.
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        "engine.decoder.Decoder.forward",
+        "target_service.device.plan_buffer.PlanBuffer.upload",  # what it was to bring never came
+        "target_service.device.packing.Packer.pack",
+    ],
+)
 def test_a_bug_in_a_launch_takes_its_own_requests_only(
-    tiny_dir: Path, host: Bench, monkeypatch: pytest.MonkeyPatch
+    tiny_dir: Path, host: Bench, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    hit, other = Request("hit", list(range(30, 60)), 9), Request("other", [8, 9, 10], 9)
+    hit, other = Request("hit", list(range(30, 62)), 9), Request("other", [8, 9, 10], 9)
     expected = outputs_without_drafts(host, [hit, other])
     bench = Bench(tiny_dir, prefix_caching=False)
     planner = Planner(bench, 3, chunk=64)
@@ -285,18 +292,17 @@ def test_a_bug_in_a_launch_takes_its_own_requests_only(
     planner.place(other)
     planner.launch([other])
     planner.launch([hit, other])
-    forward = Decoder.forward
 
-    def broken(self: Decoder, *arguments: Any, **named: Any) -> Any:
+    def broken(*arguments: Any, **named: Any) -> Any:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(Decoder, "forward", broken)
-    planner.seq += 1
-    row = RowRequest("hit", 1, hit.planned_len, 1, 0, 0, True)
-    fault = bench.send(StepRequest(planner.seq, "", 0, (row,), 0, 100, ahead=2))
+    with monkeypatch.context() as patched:
+        patched.setattr(where, broken)
+        planner.seq += 1
+        row = RowRequest("hit", 1, hit.planned_len, 1, 0, 0, True)
+        fault = bench.send(StepRequest(planner.seq, "", 0, (row,), 0, 100, ahead=2))
     assert isinstance(fault, FaultReply)
     assert (fault.seq, fault.detail) == (3, "RuntimeError: no such luck")
-    monkeypatch.setattr(Decoder, "forward", forward)
     assert len(bench.engine.sessions) == 1
     hit.epoch += 1
     planner.place(hit)  # onto the same seat, very likely the same blocks: the device must be told of them again

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,14 +26,14 @@ OURS = (str(ROOT / "target_service"), str(ROOT / "engine"), str(ROOT / "kernels"
 
 def reader() -> str | None:
     """The innermost file of ours on the stack, when it may not read."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(ALLOWED):
             return None
         if name.startswith(OURS):
             return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
