@@ -35,12 +35,14 @@ BLOCK_SIZE = 16
 @dataclass(frozen=True, slots=True)
 class Variant:
     """choice: of `linear_choice`, by rows; `torch`: none of it; `all`: for every row count what it has for the next
-    greater one. change: of each tiling.
+    greater one. change: of each tiling. handful: with `norm_linear`, where it is chosen. rows: its tiling.
     """
 
     name: str
     choice: str = "chosen"
     change: Callable[[tuple[int, int, bool], Any], Any] | None = None
+    handful: bool = True
+    rows: tuple[int, int, int] | None = None
 
 
 def fewer_stages(gated_only: bool, num_stages: int) -> Callable[[tuple[int, int, bool], Any], Any]:
@@ -59,12 +61,17 @@ def more_splits(shape: tuple[int, int, bool], tiling: Any) -> Any:
 
 
 VARIANTS = [
-    Variant("torch's products", choice="torch"),
+    Variant("torch's products", choice="torch", handful=False),
     Variant("chosen"),
-    Variant("our products", choice="all"),
-    Variant("ours, gate and up in 3 stages", choice="all", change=fewer_stages(True, 3)),
-    Variant("ours, gate and up 64 wide in 5", choice="all", change=narrow_gate),
-    Variant("ours, twice the splits", choice="all", change=more_splits),
+    Variant("chosen, norms by themselves", handful=False),
+    Variant("a handful: 2 x 1024", rows=(2, 1024, 4)),
+    Variant("a handful: 8 x 512", rows=(8, 512, 4)),
+    Variant("a handful: 4 x 512", rows=(4, 512, 4)),
+    Variant("a handful: 2 x 2048", rows=(2, 2048, 4)),
+    Variant("a handful: 4 x 1024, 8 warps", rows=(4, 1024, 8)),
+    Variant("our products", choice="all", handful=False),
+    Variant("ours, gate and up in 3 stages", choice="all", handful=False, change=fewer_stages(True, 3)),
+    Variant("ours, gate and up 64 wide in 5", choice="all", handful=False, change=narrow_gate),
 ]
 
 
@@ -72,6 +79,7 @@ VARIANTS = [
 def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     """Run the decoder under a variant. Reaches into the engine: nothing but this measurement needs to change it."""
     from kernels.triton import linear_choice
+    from kernels.triton.norm_linear import RowTiling
 
     measured = linear_choice.measured()
     changed: dict[tuple[int, int, bool], Any] = {}
@@ -84,6 +92,12 @@ def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
         )
     linear_choice._MEASURED.clear()
     linear_choice._MEASURED.update(changed)
+    handful = dict(linear_choice._HANDFUL)
+    if not variant.handful:
+        linear_choice._HANDFUL.clear()
+    elif variant.rows is not None:
+        tiling = RowTiling(*variant.rows)
+        linear_choice._HANDFUL.update({shape: (most, tiling) for shape, (most, _) in handful.items()})
     try:
         for layer in decoder.layers:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -93,6 +107,7 @@ def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     finally:
         linear_choice._MEASURED.clear()
         linear_choice._MEASURED.update(measured)
+        linear_choice._HANDFUL.update(handful)
 
 
 def make_step(decoder: Decoder, rows: int, query_len: int, context_len: int) -> Callable[[], object]:
@@ -199,7 +214,7 @@ def main() -> None:
                     logits = step()
                     assert isinstance(logits, torch.Tensor)
                     time = graph_us([step], options.repeats)
-                    if options.profile and index < 2 and variant.change is None:
+                    if options.profile and index < 2 and variant.change is None and variant.rows is None:
                         profile(step)
                 off = 0.0
                 if expected is not None:

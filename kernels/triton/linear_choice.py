@@ -8,6 +8,7 @@ measured runs on torch's.
 from __future__ import annotations
 
 from kernels.triton.linear import SkinnyTiling
+from kernels.triton.norm_linear import RowTiling
 
 # (outputs, inputs, gated): ((rows, tiling up to them), ...), ascending. None: torch's own.
 _Steps = tuple[tuple[int, SkinnyTiling | None], ...]
@@ -39,6 +40,19 @@ _MEASURED: dict[tuple[int, int, bool], _Steps] = {
 }
 
 
+# (outputs, inputs, gated): (rows, tiling of `norm_linear` up to them); more rows, and other shapes, as above.
+_HANDFUL: dict[tuple[int, int, bool], tuple[int, RowTiling]] = {
+    (6144, 4096, False): (1, RowTiling(4, 1024)),
+    (4096, 4096, False): (1, RowTiling(4, 1024)),
+    (28672, 4096, True): (1, RowTiling(4, 1024)),
+    (4096, 14336, False): (1, RowTiling(4, 1024)),
+    (960, 576, False): (4, RowTiling(2, 1024)),
+    (576, 576, False): (4, RowTiling(2, 1024)),
+    (3072, 576, True): (4, RowTiling(2, 1024)),
+    (576, 1536, False): (4, RowTiling(2, 2048)),
+}
+
+
 def measured() -> dict[tuple[int, int, bool], _Steps]:
     """All of it; a copy."""
     return dict(_MEASURED)
@@ -47,3 +61,8 @@ def measured() -> dict[tuple[int, int, bool], _Steps]:
 def choose_tiling(out_features: int, in_features: int, gated: bool) -> _Steps:
     """The steps for a weight [out_features, in_features] in bfloat16; empty: always torch's own."""
     return _MEASURED.get((out_features, in_features, gated), ())
+
+
+def choose_handful(out_features: int, in_features: int, gated: bool) -> tuple[int, RowTiling | None]:
+    """(up to how many rows, which tiling of `norm_linear`) for a weight [out_features, in_features] in bfloat16."""
+    return _HANDFUL.get((out_features, in_features, gated), (0, None))
