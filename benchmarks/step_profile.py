@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.one_process import both_in_one
 from benchmarks.plan_driver import PlanDriver
 from benchmarks.shared_gpu import has_gpu
-from benchmarks.step import add_arguments, setting_of
+from benchmarks.step_setting import add_arguments, setting_of
 
 PROFILED_STEPS = 24
 WARM_STEPS = 16
