@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +16,14 @@ import torch
 
 from engine.channel.opening import DEVICE_KINDS, KINDS
 from engine.errors import ConfigError
-from target_service.channels import ChannelSettings, TargetChannels
+from target_service.channels import ChannelSettings, OpenChannel, TargetChannels
 from target_service.checks import Limits
 from target_service.config import TargetConfig
 from target_service.core import TargetCore
 from target_service.execution import Engine, build_engine
 from target_service.messages import ServiceInfo
+
+PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +94,29 @@ def build_target(config: TargetConfig, model_name: str, directory: Path) -> Targ
     return Target(info, core, channels, engine, kinds)
 
 
-def warm_up(engine: Engine, query_lens: tuple[int, ...], say: Callable[[str], None]) -> None:
-    """Compile the kernels and capture the graphs of uniform steps, as far as they can be known: those of rows with
-    query_lens tokens, without a drafter that wants hidden states. Before anything is placed. say: takes a line of
-    progress.
+def warm_up(
+    engine: Engine,
+    query_lens: tuple[int, ...],
+    say: Callable[[str], None],
+    hidden_layers: tuple[int, ...] = (),
+    channel: OpenChannel | None = None,
+) -> None:
+    """Compile the kernels and capture the graphs of uniform steps of rows with query_lens tokens; those of other
+    lengths when they first come. Before anything is placed, or while nothing is under way; by the thread that runs
+    steps, or before there is one. hidden_layers, channel: of a drafter. say: takes lines of progress.
     """
     runner = engine.device_runner
     if runner is None or engine.device.type != "cuda":
         return
-    began = time.perf_counter()
-    on_stream = torch.cuda.stream(engine.stream) if engine.stream is not None else nullcontext()
-    with torch.inference_mode(), on_stream:
-        for query_len in query_lens:
-            captured = runner.warm_up((), (query_len,))
-            say(f"{captured} graphs captured, {time.perf_counter() - began:.1f} s")
-    torch.cuda.synchronize(engine.device)
+    began = said = time.perf_counter()
+    with torch.inference_mode(), engine.on_stream():
+        for count, job in enumerate(runner.warm_up_jobs(hidden_layers, query_lens, channel)):
+            job()
+            if (now := time.perf_counter()) - said > PROGRESS_S:
+                said = now
+                say(f"warming up: {count + 1} sizes, {now - began:.0f} s")
+        torch.cuda.synchronize(engine.device)
+    say(f"warm: {runner.forward.graphs.counts.captures} graphs captured, {time.perf_counter() - began:.1f} s")
 
 
 def _kinds(config: TargetConfig, engine: Engine) -> tuple[str, ...]:

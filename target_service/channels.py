@@ -258,6 +258,11 @@ class TargetChannels:
             channel = self._open.get(channel_id)
         return channel if channel is not None and channel.end.spec.epoch == epoch else None
 
+    def in_use(self) -> list[OpenChannel]:
+        """The channels in use."""
+        with self._lock:
+            return list(self._open.values())
+
     def exchange_end(self, channel_id: str, epoch: int) -> BytesTargetEnd:
         """The end of a `bytes` channel, for its Exchange stream. ChannelError when there is no such channel."""
         channel = self.find(channel_id, epoch)

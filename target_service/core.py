@@ -75,6 +75,10 @@ class Runner(Protocol):
         """The step is over, completed or not. Idempotent."""
         ...
 
+    def idle(self, channels: Sequence[OpenChannel]) -> bool:
+        """Do a piece of what is better done before a step needs it, over these channels. False: there is nothing."""
+        ...
+
 
 class TargetCore:
     """Carries out commands. Used by one thread."""
@@ -107,6 +111,10 @@ class TargetCore:
         """
         outcome = self._guarded(stream, command, lambda: self._dispatch(stream, command))
         return self._broken(command) or outcome
+
+    def idle(self) -> bool:
+        """Use a moment in which nothing is asked for and nothing is under way. False: there was no use for it."""
+        return not self._flights and self._runner.idle(self.channels.in_use())
 
     @property
     def in_flight(self) -> int:

@@ -138,12 +138,16 @@ class DeviceThread:
             self._inbox.tell(flight)
 
     def _carry_out_all(self) -> None:
+        poll_s = IDLE_POLL_S
         while not self._stopping.is_set():
-            job, flight = self._inbox.take(IDLE_POLL_S)
+            job, flight = self._inbox.take(poll_s)
+            poll_s = IDLE_POLL_S
             if flight is not None:
                 self._core.land(flight)
             elif job is not None:
                 self._carry_out(job)
+            elif self._core.idle():
+                poll_s = 0.0  # there may be more to do
             self._tell()
             self._core.channels.close_retired()
         self._core.settle()

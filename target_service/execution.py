@@ -7,6 +7,7 @@ and its RPCs. `build_engine` is also the way to run steps without a service, as 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,10 @@ class Engine:
         assert runner is not None
         return runner
 
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Makes the engine's stream the current one."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
     @property
     def execution(self) -> str:
         """`host` or `device`."""
@@ -88,7 +93,11 @@ def build_engine(config: TargetConfig, directory: Path) -> Engine:
         runner = StepRunner(decoder, kv, backends, sessions, max_model_len, config.trim_absent_drafts, synthetic)
         return Engine(device, decoder, sessions, max_model_len, runner, None, None)
     device_runner = _device_runner(config, decoder, kv, backends, sessions, max_model_len, synthetic)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    stream = None
+    if device.type == "cuda":
+        # What was made so far was made on another stream.
+        torch.cuda.synchronize(device)
+        stream = torch.cuda.Stream(device)
     return Engine(device, decoder, sessions, max_model_len, None, device_runner, stream)
 
 

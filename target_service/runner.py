@@ -70,6 +70,10 @@ class StepRunner:
     def forget(self, flight: Flight) -> None:
         """Nothing of it flies."""
 
+    def idle(self, channels: Sequence[OpenChannel]) -> bool:
+        """There is nothing to do ahead."""
+        return False
+
     def launch(
         self,
         step: StepRequest,

@@ -39,7 +39,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """captured: [T, A * H] or None. logits: [N, V] float32, None where no row samples."""
+    """captured: [T, A * H] or None. logits: [N, V] float32, None where no row samples or verdicts are committed."""
 
     captured: torch.Tensor | None
     logits: torch.Tensor | None
@@ -94,7 +94,7 @@ class StepForward:
         return tuple(self._graph_rows)
 
     def uniform(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> StepOutput:
-        """A uniform step, through its graph. greedy: to the end, verdicts committed; else to its logits."""
+        """A uniform step, through its graph. greedy: to the end, verdicts committed, without logits; else to them."""
         key = (shape.num_rows, shape.query_stride, hidden_layers, greedy)
         return self.graphs.run(key, self._uniform_step(shape, hidden_layers, greedy))
 
@@ -145,9 +145,11 @@ class StepForward:
         def step() -> StepOutput:
             self._prepare(shape, starts, prompts, self._plans.rows["prompt_starts"], buffers.no_prompt)
             output = self._run(shape, hidden_layers, None)
-            if greedy and output.logits is not None:
-                self.commit_greedy(shape, output.logits)
-            return output
+            if not greedy or output.logits is None:
+                return output
+            self.commit_greedy(shape, output.logits)
+            # What a graph returns it keeps: logits are too big to be kept for nothing.
+            return StepOutput(output.captured, None)
 
         return step
 

@@ -37,6 +37,8 @@ class HostEdges:
         self.host = end
         layout = plan_layout(replace(end.spec, depth=1))
         memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # steps run on another stream than whoever attaches
         self._views = EntryViews(replace(end.spec, depth=1), region_tensors(memory, layout))
 
     def describe(self) -> ChannelDescription:

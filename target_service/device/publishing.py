@@ -15,6 +15,7 @@ from engine.channel.interface import RingEntry
 from engine.errors import ChannelError
 from kernels.kernel_set import KernelSet
 from target_service.channels import OpenChannel
+from target_service.device.buffers import StepShape
 from target_service.device.packing import Launch
 
 _log = logging.getLogger(__name__)
@@ -34,18 +35,43 @@ def publish_step(
     entry: header and tensors of the step's entry. starts: [>= R + 1] int32, where each row's tokens begin in the batch.
     rows: the plan's fields on the device.
     """
-    header, ring = entry
-    shape, step, num_rows = launch.shape, launch.step, len(launch.rows)
-    spec = channel.end.spec
+    step, num_rows, spec = launch.step, len(launch.rows), channel.end.spec
     if num_rows > spec.max_rows or launch.num_tokens > spec.max_tokens:
         _log.warning("step %d does not fit the channel of drafter %s", step.seq, channel.drafter_id)
         return
     # Block tables are for who mirrors them; over host channels everybody gets them, as with host execution.
     with_tables = channel.shares_blocks or channel.end.kind != "cuda_ipc"
+    write_entry(
+        kernels, launch.shape, num_rows, launch.num_tokens, spec.epoch, entry, starts, rows, captured, with_tables
+    )
+    entry[0][:1].copy_(rows["tag"][:1], non_blocking=True)
+    try:
+        channel.device_end.publish(step.seq)
+    except ChannelError as error:
+        _log.warning("step %d not published to drafter %s: %s", step.seq, channel.drafter_id, error)
+        return
+    places = {(row.request.request_id, row.request.epoch): index for index, row in enumerate(launch.rows)}
+    channel.remember(step.seq, places)
+
+
+def write_entry(
+    kernels: KernelSet,
+    shape: StepShape,
+    num_rows: int,
+    max_tokens: int,
+    epoch: int,
+    entry: tuple[torch.Tensor, RingEntry],
+    starts: torch.Tensor,
+    rows: dict[str, torch.Tensor],
+    captured: torch.Tensor | None,
+    with_tables: bool,
+) -> None:
+    """Enqueue the entry of a step of num_rows rows, all but its tag. max_tokens: the most tokens that it can have."""
+    header, ring = entry
     tables = shape.metadata.block_tables[:num_rows, : ring.block_tables.shape[1]] if with_tables else None
     kernels.write_ring_entry(
-        spec.epoch,
-        launch.num_tokens,
+        epoch,
+        max_tokens,
         starts[: num_rows + 1],
         shape.seats[:num_rows],
         shape.query_lens[:num_rows],
@@ -77,11 +103,3 @@ def publish_step(
         ring.block_tables,
         ring.hidden,
     )
-    header[:1].copy_(rows["tag"][:1], non_blocking=True)
-    try:
-        channel.device_end.publish(step.seq)
-    except ChannelError as error:
-        _log.warning("step %d not published to drafter %s: %s", step.seq, channel.drafter_id, error)
-        return
-    places = {(row.request.request_id, row.request.epoch): index for index, row in enumerate(launch.rows)}
-    channel.remember(step.seq, places)

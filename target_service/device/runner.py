@@ -8,8 +8,10 @@ launches from bounds and completes in the order of the launches.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +32,13 @@ from target_service.device.publishing import publish_step
 from target_service.device.rows import look_ahead, plan_rows, wants_drafts
 from target_service.device.sampling import DeviceSampling, SampledRows
 from target_service.device.tables import DeviceTables
+from target_service.device.warming import Warming
+from target_service.failures import raise_if_device_lost
 from target_service.flights import Flight, FlightRow, Landing
 from target_service.messages import RowStatus, RowVerdict, StepReply, StepRequest, StepTimes
 from target_service.sessions import Session, Sessions
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -94,6 +100,9 @@ class DeviceRunner:
         pinned = device.type == "cuda"
         sizes = buffers.sizes
         most = sizes.max_rows * (TOKENS + sizes.max_drafts + 1)
+        self._warm: set[tuple[tuple[int, ...], int]] = set()
+        self._idle_jobs: Iterator[Callable[[], None]] | None = None
+        self._warming = Warming(forward, buffers, plans, kernels, self._take)
         self._slots = [
             Slot(plan, torch.zeros(most, dtype=torch.int64, pin_memory=pinned), Marks(device)) for plan in plans.host
         ]
@@ -136,7 +145,7 @@ class DeviceRunner:
                 waits = step.seq - channel.missed_at > step.ahead
                 self._await_drafts(step, channel, end, deadline_s if waits else 0.0)
             slot.marks.set(WAITED)
-            published = self._run(launch, hidden_layers, channel, slot)
+            results = self._run(launch, hidden_layers, channel, slot)
             flight = Flight(
                 step,
                 rows,
@@ -145,14 +154,15 @@ class DeviceRunner:
                 wanted=launch.reply is not None,
                 waited=waits,
                 lost=wanted and places is None,
-                results=published,
+                results=results,
             )
         except BaseException:
+            self._quiesce()  # what was enqueued may still read the slot's memory
             self._slots.append(slot)
             self._tables.forget(session.seat for session in placements if session is not None)
             raise
         self._note_launch(flight, step)
-        published.launch_ms = (time.perf_counter() - began) * 1e3
+        results.launch_ms = (time.perf_counter() - began) * 1e3
         return flight
 
     def complete(self, flight: Flight) -> StepReply:
@@ -185,21 +195,37 @@ class DeviceRunner:
             self._slots.append(flight.results.slot)
             flight.results = None
 
-    def warm_up(self, hidden_layers: tuple[int, ...], query_lens: Sequence[int]) -> int:
-        """Capture the graphs of uniform steps, before anything is placed or while nothing is under way. Returns how
-        many there are.
-        """
-        plan = self._slots[-1].plan
-        plan.clear()
-        self._plans.upload(plan)
-        for query_len in query_lens:
-            for num_rows in self.forward.graph_rows:
-                if self.forward.padded_rows(num_rows, query_len) == num_rows:
-                    shape = self._buffers.uniform(num_rows, query_len)
-                    self._take(None, 0, shape, None)
-                    self.forward.capture(shape, hidden_layers, greedy=True)
-                    self.forward.capture(shape, hidden_layers, greedy=False)
-        return self.forward.graphs.counts.captures
+    def warm_up_jobs(
+        self, hidden_layers: tuple[int, ...], query_lens: Sequence[int], channel: OpenChannel | None = None
+    ) -> Iterator[Callable[[], None]]:
+        """What would be slow the first time, in pieces: see `warming`. To be called while nothing is under way."""
+        return self._warming.jobs(self._slots[0].plan, hidden_layers, query_lens, channel)
+
+    def idle(self, channels: Sequence[OpenChannel]) -> bool:
+        """Do one piece of what steps over these channels would find slow the first time. False: there is nothing."""
+        if self._device.type != "cuda":
+            return False
+        if self._idle_jobs is None:
+            for channel in channels:
+                longest = min(channel.end.spec.max_draft_len, self._buffers.sizes.max_drafts) + 1
+                key = (channel.hidden_layers, longest)
+                if key not in self._warm and not channel.end.closed:
+                    self._warm.add(key)
+                    self._idle_jobs = self.warm_up_jobs(channel.hidden_layers, range(1, longest + 1), channel)
+                    break
+            else:
+                return False
+        job = next(self._idle_jobs, None)
+        if job is None:
+            self._idle_jobs = None
+        else:
+            try:
+                job()
+            except Exception as error:  # it only was to save time
+                raise_if_device_lost(error)
+                self._idle_jobs = None
+                _log.warning("warming up for a drafter ended: %s: %s", type(error).__name__, error)
+        return True
 
     # Launching.
 
@@ -207,8 +233,8 @@ class DeviceRunner:
         """Enqueue everything from the drafts on."""
         shape, batch, end = launch.shape, launch.batch, launch.end
         entry = end.ring(launch.step.seq) if end is not None else None
-        self._take(launch, end.spec.epoch if end is not None else 0, shape, entry[0] if entry is not None else None)
-        greedy = launch.needs.plain
+        self._take(launch, end.spec.epoch if end is not None else 0, entry[0] if entry is not None else None)
+        greedy = launch.needs.plain and launch.logprobs is None
         if batch is None:
             output = self.forward.uniform(shape, hidden_layers, greedy)
         else:
@@ -236,16 +262,22 @@ class DeviceRunner:
         elif deadline_s:  # else the reply's tag tells at once whether it is there
             end.wait_reply(step.drafts_from_seq, deadline_s)
 
-    def _take(self, launch: Launch | None, epoch: int, shape: StepShape, ring_header: torch.Tensor | None) -> None:
+    def _quiesce(self) -> None:
+        if self._device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a lost device: whoever handles the first error finds out
+                torch.cuda.current_stream(self._device).synchronize()
+
+    def _take(self, launch: Launch, epoch: int, ring_header: torch.Tensor | None) -> None:
+        """Enqueue what decides which rows run, and takes their drafts. epoch: of the channel."""
+        shape, reply = launch.shape, launch.reply
         buffers, rows, num_rows = self._buffers, self._plans.rows, shape.num_rows
-        reply = launch.reply if launch is not None else None
         self._kernels.take_drafts(
             reply.header if reply is not None else None,
             reply.tokens if reply is not None else None,
-            reply.has_probs if reply is not None and launch is not None and launch.wants_probs else None,
-            launch.step.drafts_from_seq if launch is not None else 0,
+            reply.has_probs if reply is not None and launch.wants_probs else None,
+            launch.step.drafts_from_seq,
             epoch,
-            launch.num_reply_rows if launch is not None else 0,
+            launch.num_reply_rows,
             self._vocab_size,
             shape.query_stride,
             rows["places"][:num_rows],

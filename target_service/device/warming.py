@@ -1,0 +1,166 @@
+"""What is slow the first time a step of some size runs, and how is it done before?
+
+Kernels are compiled for the sizes they meet, and uniform steps are captured. Every job here runs one size over a plan
+without rows, so it changes nothing, and takes a fraction of a second, or seconds where nothing was compiled before.
+Jobs run before the service takes calls, and, for the hidden states that a drafter asks for when it attaches, while
+nothing is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from engine.channel.device import ReplyViews
+from engine.channel.interface import ChannelSpec, RingEntry
+from engine.channel.local import LocalChannel
+from kernels.kernel_set import KernelSet
+from target_service.channels import OpenChannel
+from target_service.device.buffers import StepBuffers, StepShape
+from target_service.device.forward import Batch, StepForward
+from target_service.device.packing import Launch
+from target_service.device.plan_buffer import HostPlan, PlanBuffer
+from target_service.device.publishing import write_entry
+from target_service.device.sampling import SamplingNeeds
+from target_service.messages import StepRequest
+
+# Query tokens from which on attention takes another form.
+LONG_CHUNK = 32
+_NO_STEP = StepRequest(1, "", 0, (), 0, 0)
+
+Take = Callable[[Launch, int, torch.Tensor | None], None]
+
+
+class Warming:
+    """Makes the jobs. Used by one thread, while nothing is under way.
+
+    plan: a host buffer that no step has. take: the runner's call of `take_drafts`.
+    """
+
+    def __init__(
+        self, forward: StepForward, buffers: StepBuffers, plans: PlanBuffer, kernels: KernelSet, take: Take
+    ) -> None:
+        self._forward = forward
+        self._buffers = buffers
+        self._plans = plans
+        self._kernels = kernels
+        self._take = take
+
+    def jobs(
+        self,
+        plan: HostPlan,
+        hidden_layers: tuple[int, ...],
+        query_lens: Sequence[int],
+        channel: OpenChannel | None = None,
+    ) -> Iterator[Callable[[], None]]:
+        """One for each captured number of rows and each of query_lens, then those of steps with prompts. channel: to
+        which steps of these hidden_layers are published.
+        """
+        scratch = None if channel is None else self._scratch(channel.end.spec)
+        for query_len in query_lens:
+            for num_rows in self._forward.graph_rows:
+                if self._forward.padded_rows(num_rows, query_len) == num_rows:
+                    yield lambda rows=num_rows, length=query_len: self._uniform(  # type: ignore[misc]
+                        plan, rows, length, hidden_layers, scratch
+                    )
+        for num_rows in self._forward.graph_rows:
+            yield lambda rows=num_rows: self._ragged(plan, rows, max(query_lens), hidden_layers, scratch)  # type: ignore[misc]
+
+    def _scratch(self, spec: ChannelSpec) -> LocalChannel:
+        return LocalChannel(replace(spec, depth=1), self._forward.decoder.device)
+
+    def _uniform(
+        self,
+        plan: HostPlan,
+        num_rows: int,
+        query_len: int,
+        hidden_layers: tuple[int, ...],
+        scratch: LocalChannel | None,
+    ) -> None:
+        shape = self._buffers.uniform(num_rows, query_len)
+        self._begin(plan, shape, scratch)
+        self._forward.capture(shape, hidden_layers, greedy=True)
+        if scratch is not None:
+            captured = self._forward.uniform(shape, hidden_layers, greedy=True).captured
+            starts = self._buffers.uniform_starts(num_rows, query_len)
+            self._entry(shape, num_rows, starts, captured, scratch)
+
+    def _ragged(
+        self,
+        plan: HostPlan,
+        num_rows: int,
+        query_len: int,
+        hidden_layers: tuple[int, ...],
+        scratch: LocalChannel | None,
+    ) -> None:
+        num_tokens = num_rows * query_len + LONG_CHUNK
+        if num_rows > self._buffers.sizes.max_rows or num_tokens > self._buffers.sizes.max_tokens:
+            return
+        shape = self._buffers.shape(num_rows, num_tokens, query_len - 1, LONG_CHUNK)
+        self._begin(plan, shape, scratch)
+        rows = self._plans.rows
+        starts = rows["batch_starts"][: num_rows + 1]
+        batch = Batch(
+            starts,
+            rows["is_prompt"][:num_rows],
+            rows["prompt_starts"][:num_rows],
+            torch.zeros(num_tokens, dtype=torch.int64, device=starts.device),
+            torch.zeros(num_rows, dtype=torch.int64, device=starts.device),
+        )
+        output = self._forward.ragged(shape, batch, hidden_layers)
+        assert output.logits is not None
+        no_logits = rows["logit_starts"][: num_rows + 1]
+        self._kernels.verify(
+            output.logits,
+            no_logits,
+            shape.drafts,
+            rows["temperature"][:num_rows],
+            rows["seeds"][:num_rows],
+            shape.start_positions,
+            rows["match_only"][:num_rows],
+            None,
+            None,
+        )
+        verdict = self._kernels.verify_greedy(output.logits, no_logits, shape.drafts)
+        self._forward.commit(shape, verdict.tokens, verdict.num_sampled)
+        if scratch is not None:
+            self._entry(shape, num_rows, starts, output.captured, scratch)
+
+    def _begin(self, plan: HostPlan, shape: StepShape, scratch: LocalChannel | None) -> None:
+        """A plan without rows is on the device; rows that might have drafts have been looked at."""
+        plan.clear()
+        self._plans.upload(plan)
+        self._take(_launch(shape, None), 0, None)
+        if scratch is not None:
+            header, _ = scratch.target.ring(0)
+            self._take(_launch(shape, scratch.target.reply(0)), 0, header)
+
+    def _entry(
+        self,
+        shape: StepShape,
+        num_rows: int,
+        starts: torch.Tensor,
+        captured: torch.Tensor | None,
+        scratch: LocalChannel,
+    ) -> None:
+        entry: tuple[torch.Tensor, RingEntry] = scratch.target.ring(0)
+        most = min(shape.num_tokens, scratch.target.spec.max_tokens)
+        if num_rows <= scratch.target.spec.max_rows:
+            write_entry(
+                self._kernels,
+                shape,
+                num_rows,
+                most,
+                scratch.target.spec.epoch,
+                entry,
+                starts,
+                self._plans.rows,
+                captured,
+                False,
+            )
+
+
+def _launch(shape: StepShape, reply: ReplyViews | None) -> Launch:
+    return Launch(_NO_STEP, (), 0, shape, SamplingNeeds(), None, None, None, None, None, reply, 0)

@@ -1,0 +1,61 @@
+"""Warming up changes nothing: whoever is placed afterwards, or was before, gets the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from target_service.assembly import warm_up
+from tests.target_service.device.bench import Bench, LocalDrafter, Planner, outputs_without_drafts
+from tests.target_service.device.test_equality import known_of, make_requests
+
+
+def test_jobs_change_nothing(tiny_dir: Path) -> None:
+    requests = make_requests(4, seed=8, draft_len=3)
+    expected = outputs_without_drafts(Bench(tiny_dir, "host"), requests)
+    bench = Bench(tiny_dir, max_step_tokens=64)
+    runner = bench.engine.device_runner
+    assert runner is not None
+    assert bench.local is not None
+    drafter = LocalDrafter(bench.local, known_of(requests, expected))
+    planner = Planner(bench, 2)
+
+    def warm() -> int:
+        count = 0
+        with torch.inference_mode():
+            for channel in (None, bench.channel):
+                for job in runner.warm_up_jobs((0, 2), (1, 4), channel):
+                    job()
+                    count += 1
+        return count
+
+    sizes = len([1, 3, 8])
+    assert warm() == 2 * (2 * sizes + sizes)
+    for request in requests:
+        planner.place(request)
+    while any(not request.done for request in requests):
+        active = [request for request in requests if planner.can_plan(request)]
+        if active and len(planner.under_way) < 2:
+            step = planner.launch(active)
+            drafter.answer(step, drafter.look(step))
+        else:
+            planner.drain()
+            warm()
+    planner.drain()
+    for request in requests:
+        assert request.generated == expected[request.request_id]
+    seats = {request.request_id: index for index, request in enumerate(requests)}
+    assert len(seats) == 4
+
+
+def test_where_there_is_nothing_to_warm(tiny_dir: Path) -> None:
+    said: list[str] = []
+    warm_up(Bench(tiny_dir, "host").engine, (1,), said.append)
+    if not torch.cuda.is_available():
+        bench = Bench(tiny_dir)
+        warm_up(bench.engine, (1,), said.append)
+        assert bench.engine.device_runner is not None
+        assert bench.channel is not None
+        assert not bench.engine.device_runner.idle([bench.channel])
+    assert said == []
