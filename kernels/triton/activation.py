@@ -6,11 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
+
 _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["row_stride"])
-def _silu_mul(gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -29,5 +34,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if rows.shape[0] == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(size))
-    _silu_mul[(rows.shape[0], triton.cdiv(size, block))](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=4)
+    _silu_mul[(rows.shape[0], triton.cdiv(size, block))](
+        rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=4, **overlap_options(out.device)
+    )
     return out

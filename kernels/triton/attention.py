@@ -25,6 +25,7 @@ import triton.language as tl
 from kernels.triton.attention_tiling import Tiling as Tiling
 from kernels.triton.attention_tiling import choose_tiling as choose_tiling
 from kernels.triton.kv_write import packed_heads
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
 from kernels.triton.prompt_attention import attend_long_rows
 
 # Rows of up to this many query tokens are short.
@@ -98,8 +99,12 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     WIDE: tl.constexpr,
     FAR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """FAR: the cache has more elements than 32 bits can count."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     DOT: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
     TILE_TOKENS: tl.constexpr = TILE // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -127,9 +132,9 @@ def _attend(
         work = item // NUM_KV_HEADS
         row = tl.sum((part_ends <= work).to(tl.int32), axis=0)
         part = work - tl.sum(tl.where(rows < row, parts, 0), axis=0)
-        start = tl.load(starts_ptr + row)
-        query_len = tl.load(starts_ptr + row + 1) - start
-        seq_len = tl.load(seq_lens_ptr + row)
+        start = tl.sum(tl.where(rows == row, row_starts, 0), axis=0)
+        query_len = tl.sum(tl.where(rows == row, query_lens, 0), axis=0)
+        seq_len = tl.sum(tl.where(rows == row, seq_lens, 0), axis=0)
         row_first = _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
         split_len = _split_len(seq_len - row_first, stretch, max_splits, BLOCK_KEYS)
         first_key = row_first + part * split_len
@@ -214,8 +219,12 @@ def _merge(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Some of a token's heads: zeros where it is of no row that runs, the stretches' mix where its row has several."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     rows = tl.arange(0, BLOCK_ROWS)
@@ -246,22 +255,31 @@ def _merge(
             splits = tl.arange(0, BLOCK_SPLITS)
             mask = (heads < NUM_HEADS)[:, None] & (splits * split_len < num_keys)[None, :]
             stats_ptrs = stats_ptr + (firsts + splits[None, :]) * 2
+            mixed = tl.zeros([HEADS, BLOCK_DIM], tl.float32)
+            if BLOCK_PARTS == BLOCK_SPLITS:
+                # All at once: on their way together with the stats.
+                parts_ptrs = partial_ptr + (firsts + splits[None, :])[:, :, None] * HEAD_DIM + dims[None, None, :]
+                parts_mask = mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+                parts = tl.load(parts_ptrs, mask=parts_mask, other=0.0)
             bests = tl.load(stats_ptrs, mask=mask, other=float("-inf"))
             totals = tl.load(stats_ptrs + 1, mask=mask, other=0.0)
             best = tl.max(bests, axis=1)
             shift = tl.where(best == float("-inf"), 0.0, best)[:, None]
-            total = tl.sum(totals * tl.exp2(bests - shift), axis=1)
-            mixed = tl.zeros([HEADS, BLOCK_DIM], tl.float32)
-            # As many stretches at a time as registers hold.
-            for first in range(0, BLOCK_SPLITS, BLOCK_PARTS):
-                some = first + tl.arange(0, BLOCK_PARTS)
-                some_mask = (heads < NUM_HEADS)[:, None] & (some * split_len < num_keys)[None, :]
-                where = firsts + some[None, :]
-                parts_ptrs = partial_ptr + where[:, :, None] * HEAD_DIM + dims[None, None, :]
-                parts_mask = some_mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
-                parts = tl.load(parts_ptrs, mask=parts_mask, other=0.0)
-                shares = tl.exp2(tl.load(stats_ptr + where * 2, mask=some_mask, other=float("-inf")) - shift)
-                mixed += tl.sum(parts * shares[:, :, None], axis=1)
+            shares = tl.exp2(bests - shift)
+            total = tl.sum(totals * shares, axis=1)
+            if BLOCK_PARTS == BLOCK_SPLITS:
+                mixed = tl.sum(parts * shares[:, :, None], axis=1)
+            else:
+                # As many stretches at a time as registers hold.
+                for first in range(0, BLOCK_SPLITS, BLOCK_PARTS):
+                    some = first + tl.arange(0, BLOCK_PARTS)
+                    some_mask = (heads < NUM_HEADS)[:, None] & (some * split_len < num_keys)[None, :]
+                    where = firsts + some[None, :]
+                    some_ptrs = partial_ptr + where[:, :, None] * HEAD_DIM + dims[None, None, :]
+                    some_parts_mask = some_mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+                    some_parts = tl.load(some_ptrs, mask=some_parts_mask, other=0.0)
+                    weights = tl.exp2(tl.load(stats_ptr + where * 2, mask=some_mask, other=float("-inf")) - shift)
+                    mixed += tl.sum(some_parts * weights[:, :, None], axis=1)
             mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out_ptrs, mixed.to(out_ptr.dtype.element_ty), mask=out_mask)
 
@@ -317,6 +335,7 @@ def attend(
     splitting = (tiling.num_programs, tiling.few_keys, tiling.many_keys, max_splits)
     short_tile = max(16, triton.next_power_of_2(triton.next_power_of_2(short_len) * group))
     wide = _INTERPRETED or q.dtype == torch.float32
+    overlap = overlap_options(q.device)
     registers = {} if _INTERPRETED or wide or short_tile > 32 else {"maxnreg": tiling.registers}
     layer = {
         "NUM_KV_HEADS": num_kv_heads,
@@ -341,6 +360,7 @@ def attend(
         num_warps=8 if short_tile > 64 or (wide and short_tile > 16) else 4,
         num_stages=tiling.num_stages,
         **registers,
+        **overlap,
     )
     if max_query_len > SHORT_LEN:
         long_tile = max(tiling.long_tile, triton.next_power_of_2(group))
@@ -355,6 +375,7 @@ def attend(
             STAGES=tiling.long_stages,
             WIDE=wide,
             num_warps=tiling.long_warps,
+            **overlap,
         )
     # Many tokens: a few heads to a program, so that there are not more programs than the device takes in at once.
     merge_heads = 1 if num_tokens * num_heads <= tiling.num_programs * 4 else 4
@@ -374,6 +395,7 @@ def attend(
         BLOCK_PARTS=min(triton.next_power_of_2(max_splits), 64 // merge_heads),
         HEADS=merge_heads,
         num_warps=4,
+        **overlap,
     )
     return out
 

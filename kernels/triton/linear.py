@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
+
 # Rows of x up to which these kernels make sense.
 MAX_ROWS = 64
 
@@ -56,8 +58,12 @@ def _skinny(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """size_out: outputs written: half of the weight's rows where GATED. EVEN: size_in is a multiple of BLOCK_IN."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     DOT: tl.constexpr = tl.float32 if WIDE else x_ptr.dtype.element_ty
     HALVES: tl.constexpr = 2 if GATED else 1
     tile = tl.program_id(0)
@@ -197,5 +203,6 @@ def skinny_linear(
         STAGES=tiling.num_stages,
         WIDE=_INTERPRETED or x.dtype == torch.float32,
         num_warps=tiling.num_warps,
+        **overlap_options(x.device),
     )
     return out

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
+
 
 @triton.jit(do_not_specialize=["x_stride", "residual_stride", "total_stride"])
 def _rms_norm(
@@ -26,6 +28,7 @@ def _rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Row t * PARTS + h is part h of token t: a head, where heads are normed one by one."""
     row = tl.program_id(0).to(tl.int64)
@@ -33,6 +36,9 @@ def _rms_norm(
     mask = columns < SIZE
     part_start = row % PARTS * SIZE
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(x_ptr + row // PARTS * x_stride + part_start + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -83,6 +89,7 @@ def _launch(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(16, max(1, block // 512)),
+        **overlap_options(x.device),
     )
     return out, total
 

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
+
 MAX_ROWS = 4
 
 
@@ -58,12 +60,12 @@ def _norm_linear(
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ALL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """size_out: outputs written: half of the weight's rows where GATED. EVEN: size_in is a multiple of BLOCK_IN."""
+    """size_out: outputs written: half of the weight's rows where GATED."""
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inputs = tl.arange(0, BLOCK_IN)
     rows = tl.arange(0, ROWS)
@@ -72,6 +74,15 @@ def _norm_linear(
     # Rows past the end read row 0 and are never written.
     weight_ptrs = weight_ptr + tl.where(out_mask, outs, 0).to(tl.int64)[:, None] * size_in + inputs[None, :]
     half = size_out.to(tl.int64) * size_in
+    # A piece of the weight is on its way while the one before is worked on; the first, while the kernel before runs.
+    mask = inputs < size_in
+    weight = tl.load(weight_ptrs, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+    up = weight
+    if GATED:
+        up = tl.load(weight_ptrs + half, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     scales = tl.full([ROWS], 1.0, tl.float32)
     if NORMED:
         every = tl.arange(0, BLOCK_ALL)
@@ -90,16 +101,12 @@ def _norm_linear(
     for begin in tl.range(0, size_in, BLOCK_IN):
         columns = begin + inputs
         mask = columns < size_in
-        if EVEN:
-            weight = tl.load(weight_ptrs + begin, eviction_policy="evict_first")
-        else:
-            weight = tl.load(weight_ptrs + begin, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
-        up = weight
+        after = columns + BLOCK_IN < size_in
+        next_ptrs = weight_ptrs + begin + BLOCK_IN
+        next_weight = tl.load(next_ptrs, mask=after[None, :], other=0.0, eviction_policy="evict_first")
+        next_up = next_weight
         if GATED:
-            if EVEN:
-                up = tl.load(weight_ptrs + half + begin, eviction_policy="evict_first")
-            else:
-                up = tl.load(weight_ptrs + half + begin, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+            next_up = tl.load(next_ptrs + half, mask=after[None, :], other=0.0, eviction_policy="evict_first")
         x_mask = row_mask[:, None] & mask[None, :]
         x = tl.load(x_ptr + rows[:, None] * size_in + columns[None, :], mask=x_mask, other=0.0).to(tl.float32)
         if NORMED:
@@ -114,6 +121,8 @@ def _norm_linear(
         sums += weight.to(tl.float32)[None, :, :] * x[:, None, :]
         if GATED:
             up_sums += up.to(tl.float32)[None, :, :] * x[:, None, :]
+        weight = next_weight
+        up = next_up
     total = tl.sum(sums, axis=2)
     if HAS_BIAS:
         total += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[None, :]
@@ -201,10 +210,10 @@ def _launch(
         HAS_RESIDUAL=residual is not None,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        EVEN=size_in % tiling.block_in == 0,
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=tiling.block_in,
         BLOCK_ALL=triton.next_power_of_2(size_in),
         num_warps=tiling.num_warps,
+        **overlap_options(x.device),
     )
     return out, total

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait
+
 
 @triton.jit
 def _turn(
@@ -108,8 +110,12 @@ def attend_long_rows(
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
     FAR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Rows of more than MAX_SHORT tokens; others are left alone."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     DOT: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
     TILE_TOKENS: tl.constexpr = TILE // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP

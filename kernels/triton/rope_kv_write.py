@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.kv_write import packed_heads
+from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
 from kernels.triton.rope import BLOCK_HEADS, rotate_heads
 
 
@@ -32,7 +33,11 @@ def _rope_kv_write(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     halves = tl.arange(0, BLOCK_HALF)
@@ -104,5 +109,6 @@ def rope_kv_write(
         BLOCK_HALF=triton.next_power_of_2(half),
         HEADS=BLOCK_HEADS,
         num_warps=2,
+        **overlap_options(q.device),
     )
     return out_q
