@@ -133,8 +133,8 @@ def test_a_graph_gives_the_bits_of_an_eager_run(pair: tuple[Decoder, PreTrainedM
 
 
 def test_overlapping_launches_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of a real size, so that the products of few rows run: who of their programs comes last must not show. Over
-    and over: what is read too early differs from run to run.
+    """Weights of a real size, so that the products of few rows run: who of their programs comes last must not show.
+    Over and over: what is read too early differs from run to run.
     """
     config = ModelConfig.from_directory(Path(__file__).resolve().parents[2] / "configs/shapes/llama-3-8b")
     config = replace(config, num_layers=4, windows=(None,) * 4)
