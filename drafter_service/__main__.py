@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 
+import torch
+
 from drafter_service.assembly import make_device_program, make_info, make_speculator
 from drafter_service.config import DrafterConfig
 from drafter_service.server import DrafterServer
@@ -35,6 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
         server = DrafterServer(config, make_info(config, speculator), speculator, program)
     except OutriderError as error:
         print(f"drafter_service: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        print(
+            f"drafter_service: drafter.num_blocks: does not fit the device beside the model: {reason}", file=sys.stderr
+        )
         return 2
     server.start()
     execution = "host" if program is None else "device"
