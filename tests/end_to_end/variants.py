@@ -35,6 +35,8 @@ class Variant:
 
 
 CHUNKED = {"max_step_tokens": 12}
+# Steps of the target launched ahead of their verdicts; without a GPU, on tensors of the CPU.
+ON_DEVICE = {"execution": "device", "attention": "reference", "graph_rows": [1, 4, 16], "check_integrity": True}
 # Room for about three of the sixteen requests at once, whatever the gateway admits: they preempt each other.
 STARVED = {"num_blocks": 40, "block_size": 4}
 
@@ -68,6 +70,22 @@ VARIANTS = (
         "noisy",
         target={**STARVED, "check_integrity": True},
         drafter={"method": "draft_model", "block_size": 4, "channel_kinds": ["bytes"]},
+        gateway={"depth": 4},
+        preempts=True,
+        drafts_accepted=True,
+    ),
+    Variant(
+        "target-on-device-eagle3-reuse-depth-2",
+        "eagle3",
+        target=ON_DEVICE,
+        drafter={"method": "eagle3", "metadata_source": "reuse"},
+        gateway={**CHUNKED, "depth": 2},
+    ),
+    Variant(
+        "target-on-device-draft-model-noisy-preempted-depth-4",
+        "noisy",
+        target={**STARVED, **ON_DEVICE},
+        drafter={"method": "draft_model", "block_size": 4},
         gateway={"depth": 4},
         preempts=True,
         drafts_accepted=True,
