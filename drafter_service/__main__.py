@@ -40,9 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
-        print(
-            f"drafter_service: drafter.num_blocks: does not fit the device beside the model: {reason}", file=sys.stderr
-        )
+        print(f"drafter_service: drafter.num_blocks: does not fit beside the model: {reason}", file=sys.stderr)
         return 2
     server.start()
     execution = "host" if program is None else "device"

@@ -28,8 +28,11 @@ from triton.runtime.jit import JITFunction
 from kernels.triton import (
     activation,
     advance,
+    append_anchors,
     attention,
     commit_rows,
+    finish_reply,
+    head_inputs,
     kv_write,
     linear,
     linear_choice,
@@ -42,9 +45,11 @@ from kernels.triton import (
     sampling,
     slot_mapping,
     take_drafts,
+    take_entry,
     target_inputs,
     verify,
 )
+from tests.kernels.entries import make_case
 from tests.kernels.triton.device import call
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -117,6 +122,20 @@ def target_step_kernels() -> None:
             )
 
 
+def drafter_kernels() -> None:
+    """What a step of the drafter begins and ends with, in both metadata sources."""
+    for with_layout in (False, True):
+        case = make_case(5, with_layout)
+        arguments: tuple[Any, ...] = case.arguments()
+        take_entry.take_entry(*arguments)
+        append_anchors.append_anchors(case.taken, ints(99), ints(99), longs(99), longs(99), ints(99))
+        has_probs = torch.zeros(9, dtype=torch.bool) if with_layout else None
+        finish_reply.finish_reply(
+            *(case.entry.header, 9, 3, 2, longs(7, 9).t(), case.taken, case.state),
+            *(case.reply_header, longs(9, 7), has_probs),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A model's."""
@@ -139,6 +158,7 @@ LLAMA_70B = Shape(64, 8, 128, 8192, 28672, 128256)
 def elementwise_kernels(shape: Shape, dtype: torch.dtype) -> None:
     x, weight = torch.zeros((5, shape.hidden), dtype=dtype), torch.zeros(shape.hidden, dtype=dtype)
     norm.rms_norm(x, weight, 1e-5)
+    head_inputs.head_inputs(longs(5), x, x, weight, weight, 1e-5)
     norm.rms_norm_residual(x, x, weight, 1e-5)
     activation.silu_mul(torch.zeros((5, 2 * shape.inner), dtype=dtype))
     fused = torch.zeros((5, shape.heads + 2 * shape.kv_heads, shape.head_dim), dtype=dtype)
@@ -228,6 +248,7 @@ def main() -> int:
     triton.runtime.driver.set_active(Hopper())
     half, single = torch.bfloat16, torch.float32
     jobs: list[tuple[str, Callable[[], None]]] = [("metadata", metadata_kernels), ("target step", target_step_kernels)]
+    jobs.append(("drafter step", drafter_kernels))
     shapes = [LLAMA_8B, SMOLLM2, MISTRAL_7B, LLAMA_70B] if everything else [LLAMA_8B]
     steps = [(1, 1), (64, 1), (64, 5), (4, 16), (4, 512)] if everything else [(64, 5), (4, 512)]
     for shape in shapes:
