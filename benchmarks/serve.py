@@ -46,9 +46,9 @@ PROMPTS = (
 
 
 class Served:
-    """A running stack and its REST address."""
+    """A running stack and its REST address. wait: until it serves; else the caller does."""
 
-    def __init__(self, config: Path, model: str, directory: Path) -> None:
+    def __init__(self, config: Path, model: str, directory: Path, wait: bool = True) -> None:
         sections = yaml.safe_load(config.read_text())
         ports = free_ports(4)
         sections["model"] = model
@@ -63,9 +63,12 @@ class Served:
             [sys.executable, "-m", "gateway.cli", "up", str(path)], cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT
         )
         self._client = httpx.Client(base_url=self.rest, timeout=300)
-        self._wait_ready(directory / "stack.log")
+        self._log_path = directory / "stack.log"
+        if wait:
+            self.wait_ready()
 
-    def _wait_ready(self, log: Path) -> None:
+    def wait_ready(self) -> None:
+        """Until it serves; ends the program with the stack's last words when it does not."""
         end = time.monotonic() + READY_DEADLINE_S
         while time.monotonic() < end and self._process.poll() is None:
             try:
@@ -75,7 +78,7 @@ class Served:
                 pass
             time.sleep(0.1)  # between two polls of another process
         self.close()
-        raise SystemExit(f"the stack did not come up:\n{log.read_text(errors='replace')[-3000:]}")
+        raise SystemExit(f"the stack did not come up:\n{self._log_path.read_text(errors='replace')[-3000:]}")
 
     def complete(
         self, prompt_ids: list[int], num_tokens: int, draft_len: int | None, ignore_eos: bool = True

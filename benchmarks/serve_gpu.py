@@ -5,8 +5,9 @@
 Starts the three services as `outrider up` does, then, round by round: transformers' greedy `generate` and its assisted
 generation (prompt lookup) with one prompt; the stack with one stream, drafting and not; transformers' `generate` on a
 batch of all prompts (assisted generation takes no batch); the stack with as many streams. bf16, whole requests (prefill
-and HTTP included), past the end token. Then the same stack and transformers in fp32: every answer must have the same
-tokens. What counts are the ratios. A table, then JSON. `--device cpu` is a dry run.
+and HTTP included), past the end token. Then a second stack, in fp32, and transformers in fp32: every answer must have
+the same tokens. Everything shares the GPU under one MPS daemon, and runs in turn. What counts are the ratios. A table,
+then JSON. `--device cpu` is a dry run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,12 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.serve import PROMPTS, ROOT, Served, fetch
-from benchmarks.shared_gpu import has_gpu
+from benchmarks.shared_gpu import has_gpu, shared_gpu
 
 LOOKUP_TOKENS = 10  # transformers' own advice for prompt lookup
-EXACT_TOKENS = 64
-EXACT_PROMPTS = 8
+EXACT_TOKENS = 48
+EXACT_PROMPTS = 4
+WARM_TOKENS = 24
 ENDINGS = (
     "",
     " Answer step by step.",
@@ -89,8 +91,13 @@ class Reference:
 class Client:
     """Streams of one stack, each on a connection of its own."""
 
-    def __init__(self, served: Served, model: str) -> None:
-        self._rest, self._model = served.rest, model
+    def __init__(self, served: Served) -> None:
+        self._served, self._rest, self._model = served, served.rest, ""
+
+    def wait_ready(self) -> None:
+        """Until the stack serves."""
+        self._served.wait_ready()
+        self._model = httpx.get(f"{self._rest}/v1/models", timeout=10).json()["data"][0]["id"]
 
     def complete(self, prompt: list[int], num_tokens: int, draft_len: int | None) -> dict[str, Any]:
         """One greedy completion, past the end token."""
@@ -114,7 +121,7 @@ def token_ids(answer: dict[str, Any]) -> list[int]:
 
 @contextmanager
 def stack(config: Path, directory: str, device: str, dtype: str) -> Iterator[Client]:
-    """The config's stack in `dtype`, running."""
+    """The config's stack in `dtype`, starting."""
     sections = yaml.safe_load(config.read_text())
     for name in ("target", "drafter"):
         sections[name]["dtype"] = dtype
@@ -123,10 +130,9 @@ def stack(config: Path, directory: str, device: str, dtype: str) -> Iterator[Cli
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "config.yaml"
         path.write_text(yaml.safe_dump(sections))
-        served = Served(path, directory, Path(scratch))
+        served = Served(path, directory, Path(scratch), wait=False)
         try:
-            model = httpx.get(f"{served.rest}/v1/models", timeout=10).json()["data"][0]["id"]
-            yield Client(served, model)
+            yield Client(served)
         finally:
             served.close()
 
@@ -138,25 +144,26 @@ def speeds(
     prompts = reference.prompts(num_streams)
     last: dict[str, list[dict[str, Any]]] = {}
 
-    def served(name: str, chosen: list[list[int]], draft_len: int | None) -> None:
-        last[name] = client.all(chosen, num_tokens, draft_len)
+    def served(name: str, chosen: list[list[int]], count: int, draft_len: int | None) -> None:
+        last[name] = client.all(chosen, count, draft_len)
 
     found: dict[str, list[float]] = {}
     for number in range(-1, rounds):
+        count = num_tokens if number >= 0 else WARM_TOKENS  # the first round warms everything up
         one = [prompts[number % len(prompts)]]
         ways: dict[str, tuple[int, Callable[[], Any]]] = {
-            "1: generate": (1, partial(reference.generate, one, num_tokens)),
-            "1: assisted": (1, partial(reference.generate, one, num_tokens, prompt_lookup_num_tokens=LOOKUP_TOKENS)),
-            "1: outrider, drafting": (1, partial(served, "1", one, None)),
-            "1: outrider, no drafts": (1, partial(served, "1 plain", one, 0)),
-            f"{num_streams}: generate": (num_streams, partial(reference.generate, prompts, num_tokens)),
-            f"{num_streams}: outrider, drafting": (num_streams, partial(served, "all", prompts, None)),
-            f"{num_streams}: outrider, no drafts": (num_streams, partial(served, "all plain", prompts, 0)),
+            "1: generate": (1, partial(reference.generate, one, count)),
+            "1: assisted": (1, partial(reference.generate, one, count, prompt_lookup_num_tokens=LOOKUP_TOKENS)),
+            "1: outrider, drafting": (1, partial(served, "1", one, count, None)),
+            "1: outrider, no drafts": (1, partial(served, "1 plain", one, count, 0)),
+            f"{num_streams}: generate": (num_streams, partial(reference.generate, prompts, count)),
+            f"{num_streams}: outrider, drafting": (num_streams, partial(served, "all", prompts, count, None)),
+            f"{num_streams}: outrider, no drafts": (num_streams, partial(served, "all plain", prompts, count, 0)),
         }
         for name, (streams, call) in ways.items():
             start = time.perf_counter()
             call()
-            if number >= 0:  # the first round warms everything up
+            if number >= 0:
                 found.setdefault(name, []).append(streams * num_tokens / (time.perf_counter() - start))
         if number >= 0:
             console.print(", ".join(f"{name} {values[-1]:.0f}" for name, values in found.items()), highlight=False)
@@ -178,16 +185,14 @@ def speeds(
     }
 
 
-def exact(config: Path, directory: str, device: str, num_tokens: int) -> dict[str, Any]:
+def exact(client: Client, reference: Reference, num_tokens: int) -> dict[str, Any]:
     """In fp32: do stack and transformers give the same tokens, one stream, several, with drafts and without?"""
-    reference = Reference(directory, device, torch.float32)
     prompts = reference.prompts(EXACT_PROMPTS)
     expected = [reference.generate([prompt], num_tokens)[0] for prompt in prompts]
-    with stack(config, directory, device, "float32") as client:
-        plain, drafting = (
-            [token_ids(answer) for answer in client.all(prompts, num_tokens, draft_len)] for draft_len in (0, None)
-        )
-        alone = token_ids(client.complete(prompts[0], num_tokens, None))
+    plain, drafting = (
+        [token_ids(answer) for answer in client.all(prompts, num_tokens, draft_len)] for draft_len in (0, None)
+    )
+    alone = token_ids(client.complete(prompts[0], num_tokens, None))
     same = [plain == expected, drafting == expected, alone == expected[0]]
     return {"identical": all(same), "no_drafts": same[0], "drafting": same[1], "alone": same[2]}
 
@@ -205,10 +210,17 @@ def main() -> None:
     console = Console(stderr=True)
     directory = fetch(options.model)
     dtype = torch.bfloat16 if options.device != "cpu" else torch.float32
-    with stack(options.config, directory, options.device, str(dtype).removeprefix("torch.")) as client:
-        reference = Reference(directory, options.device, dtype)
-        result = speeds(client, reference, options.tokens, options.rounds, options.streams, console)
-    result["fp32"] = exact(options.config, directory, options.device, min(options.tokens, EXACT_TOKENS))
+    device = options.device
+    with ExitStack() as running:
+        running.enter_context(shared_gpu(torch.device(device)))
+        names = [str(kind).removeprefix("torch.") for kind in (dtype, torch.float32)]
+        stacks = [running.enter_context(stack(options.config, directory, device, name)) for name in names]
+        reference = Reference(directory, device, dtype)
+        for one in stacks:
+            one.wait_ready()
+        result = speeds(stacks[0], reference, options.tokens, options.rounds, options.streams, console)
+        reference = Reference(directory, device, torch.float32)
+        result["fp32"] = exact(stacks[1], reference, min(options.tokens, EXACT_TOKENS))
     result |= {"dtype": str(dtype), "device": options.device, "tokens": options.tokens, "rounds": options.rounds}
     table = Table("streams: way", "tokens/s", title=f"{Path(directory).name}, {dtype}, greedy, {options.device}")
     for name, speed in result["tok_s"].items():
