@@ -157,6 +157,12 @@ class CudaIpcTargetEnd(_DeviceEnd):
             raise ChannelError(f"seq: step {seq} was not published ({self._published} was the last)")
         self._wait(seq, deadline_s)
 
+    def release_waits(self) -> None:
+        """See DeviceTargetEnd.release_waits."""
+        with self._lock:
+            if self._views is not None:
+                self._watchdog.release_all()
+
     def publish(self, seq: int) -> None:
         """See DeviceTargetEnd.publish."""
         self._publish(seq)

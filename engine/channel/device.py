@@ -65,6 +65,12 @@ class DeviceTargetEnd(Protocol):
         """
         ...
 
+    def release_waits(self) -> None:
+        """End the waits enqueued so far, without replies: the drafter has missed one, and the steps behind it were
+        launched before anybody could know. One deadline is then enough for all of them.
+        """
+        ...
+
     def publish(self, seq: int) -> None:
         """Enqueue on the current stream, after all earlier work and a memory barrier: step `seq` can be read.
 

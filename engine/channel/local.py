@@ -85,6 +85,9 @@ class LocalTargetEnd(_LocalEnd):
         """Nothing to do: what the drafter enqueued before, comes before."""
         self._check_open()
 
+    def release_waits(self) -> None:
+        """Nothing waits."""
+
     def publish(self, seq: int) -> None:
         """Nothing but the check of the number: what the drafter enqueues after this, comes after."""
         self._advance(seq)

@@ -176,6 +176,7 @@ class DeviceRunner:
         missed = flight.lost or (flight.wanted and bool(table) and table[0][MISSED] != 0)
         if missed and flight.waited and flight.channel is not None:
             flight.channel.missed_at = max(flight.channel.missed_at, flight.step.seq)
+            flight.channel.device_end.release_waits()
         verdicts = tuple(
             self._complete_row(row, table[index], index, results.logprobs) for index, row in enumerate(flight.rows)
         )

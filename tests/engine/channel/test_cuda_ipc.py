@@ -90,6 +90,20 @@ def test_the_time_of_a_wait_for_a_reply_begins_with_the_publication(processes: P
     peer.kill()  # or the end of the channel would wait for it to unmap
 
 
+def test_waits_enqueued_so_far_are_released_at_once_and_later_ones_are_not(ends: Ends) -> None:
+    ends.attach()
+    for seq in (1, 2, 3):
+        ends.target.publish(seq)
+        ends.target.wait_reply(seq, PATIENCE_S)
+    ends.target.release_waits()
+    assert released_after_s(ends.device) < NOTICED_S
+    ends.target.publish(4)
+    ends.target.wait_reply(4, 0.3)
+    assert released_after_s(ends.device) > 0.25
+    ends.target.close()
+    ends.target.release_waits()
+
+
 def test_the_time_of_a_wait_for_a_step_begins_at_once(ends: Ends) -> None:
     drafter = ends.attach()
     counts = Counts(ends.device.device)
