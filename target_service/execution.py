@@ -77,6 +77,13 @@ def build_engine(config: TargetConfig, directory: Path) -> Engine:
     With device execution on CUDA graphs are not captured yet: see `warm_up`.
     """
     device = _prepare_device(config)
+    try:
+        return _build(config, directory, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError("target.device", f"{config.device} has no room: {str(error).splitlines()[0]}") from error
+
+
+def _build(config: TargetConfig, directory: Path, device: torch.device) -> Engine:
     decoder = Decoder.load(directory, _DTYPES[config.dtype], device, config.load_format)
     model = decoder.config
     max_model_len = _max_model_len(config, model.max_model_len)

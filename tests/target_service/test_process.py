@@ -11,18 +11,21 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import target_service.server
 from engine.config_file import parse_section
 from engine.errors import ConfigError, IntegrityError
+from protos import common_pb2
 from target_service.__main__ import main
 from target_service.channels import TargetChannels
 from target_service.config import TargetConfig
 from tests.processes import ProcessGroup
-from tests.target_service.conftest import LocalTarget, start_target, write_config
+from tests.target_service.conftest import EXECUTIONS, LocalTarget, start_target, write_config
 from tests.target_service.gateway_client import Driver, Gateway
+from tests.target_service.scripted_drafter import ScriptedDrafter
 from tests.target_service.test_greedy import prompt_of
 
 SERVICE = "outrider.v1.TargetService"
@@ -92,6 +95,13 @@ def test_sigterm_lets_running_requests_end(processes: ProcessGroup, tmp_path: Pa
         ({"blocksize": 16}, "target.blocksize"),
         ({"dtype": "int3"}, "target.dtype"),
         ({"device": "tpu"}, "target.device"),
+        ({"device": "cuda:x"}, "target.device"),
+        ({"attention": "magic"}, "target.attention"),
+        ({"execution": "both"}, "target.execution"),
+        ({"load_format": "gguf"}, "target.load_format"),
+        ({"graph_rows": [0]}, "target.graph_rows"),
+        ({"accept": "synthetic:0.5"}, "target.accept"),
+        ({"accept": "all"}, "target.accept"),
         ({"listen": "here"}, "target.listen"),
         ({"listen": "127.0.0.1:99999"}, "target.listen"),
         ({"channel_kinds": []}, "target.channel_kinds"),
@@ -112,6 +122,10 @@ def test_bad_config_is_one_line(tmp_path: Path, tiny_dir: Path, capsys: pytest.C
             ({"max_model_len": 513}, "target.max_model_len: "),
             ({"listen": "192.0.2.1:1"}, "target.listen: "),
             ({"num_blocks": 1 << 24, "block_size": 1024}, "target.num_blocks: "),
+            ({"execution": "device"}, "target.execution: "),  # with an attention that needs the host
+            ({"channel_kinds": ["cuda_ipc"]}, "target.channel_kinds: "),
+            ({"accept": "synthetic:9.5"}, "target.accept: "),  # seven drafts at most
+            *(() if torch.cuda.is_available() else (({"device": "cuda"}, "target.device: "),)),
         ):
             config = write_config(tmp_path / "bad.yaml", tiny_dir, **settings)
             assert main(["--config", str(config)]) == 2
@@ -146,6 +160,66 @@ def test_a_bug_in_the_device_thread_ends_the_process(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+LOSES_ITS_DEVICE = """
+import sys
+import target_service.core
+from engine.decoder import Decoder
+from target_service.__main__ import main
+from target_service.failures import DeviceLost
+
+def broken(*arguments, **named):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def lost(error):
+    raise DeviceLost(str(error))
+
+Decoder.forward = broken
+target_service.core.raise_if_device_lost = lost
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_lost_device_ends_the_process_with_one_line(
+    processes: ProcessGroup, tmp_path: Path, tiny_dir: Path, execution: str
+) -> None:
+    """Whoever supervises it starts another; nothing that can be done in this process would help."""
+    config = write_config(tmp_path / "target.yaml", tiny_dir, **EXECUTIONS[execution])
+    process = processes.python("-c", LOSES_ITS_DEVICE, "--config", str(config))
+    address = process.wait_for_line(r"target ready on (\S+) ", 90).group(1)
+    with Gateway(address) as gateway:
+        driver = Driver(gateway)
+        running = driver.request(prompt_of(4), 30)
+        driver.admit(running)
+        gateway.send(plan=common_pb2.StepPlan(seq=1, rows=[driver.row(running)]))
+        assert process.wait(30) == 3
+        process.wait_for_line("target_service: the device is lost: CUDA error: an illegal memory access", 5)
+
+
+def test_synthetic_acceptance_is_announced_and_has_its_mean(
+    processes: ProcessGroup, tmp_path: Path, tiny_dir: Path, execution: str
+) -> None:
+    config = write_config(
+        tmp_path / "target.yaml", tiny_dir, accept="synthetic:2.5", max_verify_len=3, **EXECUTIONS[execution]
+    )
+    address, process = start_target(processes, config)
+    process.wait_for_line("WARNING: target.accept is synthetic:2.5: .*not the model's", 5)
+    with Gateway(address) as gateway, ScriptedDrafter(address) as drafter:
+        driver = Driver(gateway, drafter)
+        running = [driver.request(prompt_of(5, seed), 150, draft_len=3, sampling={"seed": seed}) for seed in range(4)]
+        drafter.script = lambda row, position, drafts: [3, 4, 5]
+        steps = 0
+        for request in running:
+            driver.admit(request)
+        driver.step(running)
+        while all(len(request.generated) < 140 for request in running):
+            driver.step(running)
+            steps += 1
+        given = sum(len(request.generated) - 1 for request in running) / (steps * len(running))
+        assert 2.2 < given < 2.8
+        for request in running:
+            gateway.release(request.request_id)
 
 
 def test_a_call_too_many_is_refused_at_once(
