@@ -63,9 +63,9 @@ VARIANTS = [
     Variant("chosen, norms by themselves", handful=False),
     Variant("a handful: 2 x 1024", rows=(2, 1024, 4)),
     Variant("a handful: 8 x 512", rows=(8, 512, 4)),
-    Variant("a handful: 4 x 512", rows=(4, 512, 4)),
-    Variant("a handful: 2 x 2048", rows=(2, 2048, 4)),
-    Variant("a handful: 4 x 1024, 8 warps", rows=(4, 1024, 8)),
+    Variant("a handful: 16 x 512, 8 warps", rows=(16, 512, 8)),
+    Variant("a handful: 8 x 1024, 8 warps", rows=(8, 1024, 8)),
+    Variant("a handful: 16 x 256", rows=(16, 256, 4)),
     Variant("our products", choice="all", handful=False),
     Variant("ours, gate and up in 3 stages", choice="all", handful=False, change=fewer_stages(True, 3)),
 ]

@@ -89,8 +89,10 @@ def tilings(shape: Shape, rows: int) -> list[Any]:
             (2, 1024, 4),
             (4, 512, 4),
             (2, 2048, 4),
-            (1, 4096, 4),
             (4, 1024, 8),
+            (8, 1024, 8),
+            (16, 512, 8),
+            (16, 256, 4),
         ):
             if block_in <= deepest and block_out * block_in * rows <= 8192:
                 found.append(RowTiling(block_out, block_in, num_warps))

@@ -42,10 +42,10 @@ _MEASURED: dict[tuple[int, int, bool], _Steps] = {
 
 # (outputs, inputs, gated): (rows, tiling of `norm_linear` up to them); more rows, and other shapes, as above.
 _HANDFUL: dict[tuple[int, int, bool], tuple[int, RowTiling]] = {
-    (6144, 4096, False): (1, RowTiling(4, 1024)),
-    (4096, 4096, False): (1, RowTiling(4, 1024)),
-    (28672, 4096, True): (1, RowTiling(4, 1024)),
-    (4096, 14336, False): (1, RowTiling(4, 1024)),
+    (6144, 4096, False): (1, RowTiling(16, 512, num_warps=8)),
+    (4096, 4096, False): (1, RowTiling(8, 512)),
+    (28672, 4096, True): (1, RowTiling(16, 512, num_warps=8)),
+    (4096, 14336, False): (1, RowTiling(8, 512)),
     (960, 576, False): (4, RowTiling(2, 1024)),
     (576, 576, False): (4, RowTiling(2, 1024)),
     (3072, 576, True): (4, RowTiling(2, 1024)),
