@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -56,7 +57,10 @@ class CudaDevice:
         context = c_void_p()
         self._library.call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal)
         self._context = context.value
-        weakref.finalize(self, _quietly, self._library, "cuDevicePrimaryCtxRelease_v2", self._ordinal)
+        # What was taken and not given back: (the function that gives it back, its argument).
+        self.held: set[tuple[str, int]] = set()
+        context_end = weakref.finalize(self, _quietly, self._library, "cuDevicePrimaryCtxRelease_v2", self._ordinal)
+        context_end.atexit = False  # which would wait for streams that wait for nobody any more
 
     def allocate(self, num_bytes: int) -> DeviceExport:
         """See StreamDriver.allocate."""
@@ -67,7 +71,8 @@ class CudaDevice:
                 self._library.call("cuMemAlloc_v2", byref(address), size)
             except ChannelError as error:
                 raise ChannelError(f"kind: cuda_ipc needs {size} bytes of {self.device}: {error}") from error
-            block = _Block(address.value, num_bytes, lambda: self._release("cuMemFree_v2", address.value))
+            release = self._holding("cuMemFree_v2", address.value)
+            block = _Block(address.value, num_bytes, release)
             handle = IpcMemHandle()
             self._library.call("cuIpcGetMemHandle", byref(handle), address.value)
         memory = self._wrap(block)
@@ -92,9 +97,10 @@ class CudaDevice:
                 IpcMemHandle.from_buffer_copy(handle),
                 IPC_LAZY_ENABLE_PEER_ACCESS,
             )
+            release = self._holding("cuIpcCloseMemHandle", address.value)
 
             def close() -> None:
-                self._release("cuIpcCloseMemHandle", address.value)
+                release()
                 on_closed()
 
             block = _Block(address.value, num_bytes, close)
@@ -127,7 +133,7 @@ class CudaDevice:
             self._library.call(
                 "cuMemHostRegister_v2", host, len(buffer), HOST_REGISTER_PORTABLE | HOST_REGISTER_DEVICEMAP
             )
-            page = _Page(address, first, lambda: self._release("cuMemHostUnregister", host))
+            page = _Page(address, first, self._holding("cuMemHostUnregister", host))
             self._library.call("cuMemHostGetDevicePointer_v2", byref(address), host, 0)
         return page
 
@@ -188,13 +194,20 @@ class CudaDevice:
         finally:
             self._library.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
-    def _release(self, function: str, argument: int) -> None:
-        """Give something back, in a finaliser: errors have nobody to go to, and at exit the driver may be gone."""
-        try:
-            with self._in_context():
-                self._library.call(function, argument)
-        except ChannelError as error:
-            _log.warning("%s: not released: %s", self.device, error)
+    def _holding(self, function: str, argument: int) -> Callable[[], None]:
+        """Note that something is held; the function returned gives it back, by `function(argument)`."""
+        self.held.add((function, argument))
+
+        def release() -> None:
+            self.held.discard((function, argument))
+            try:
+                with self._in_context():
+                    self._library.call(function, argument)
+            except ChannelError as error:
+                self.held.add((function, argument))
+                _log.warning("%s: not released: %s", self.device, error)
+
+        return release
 
 
 class _Block:
@@ -203,7 +216,7 @@ class _Block:
     def __init__(self, address: int, num_bytes: int, free: Callable[[], None]) -> None:
         self.address = address
         self._num_bytes = num_bytes
-        weakref.finalize(self, free)
+        weakref.finalize(self, _aside, free).atexit = False  # a process that ends gives everything back
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -217,9 +230,17 @@ class _Page:
         self.address = address
         self._mapping = mapping
         self._close = weakref.finalize(self, unregister)
+        self._close.atexit = False
 
     def close(self) -> None:
         self._close()
+
+
+def _aside(free: Callable[[], None]) -> None:
+    """Call it in a thread of its own: giving memory back waits for all streams of the process, those too that wait for
+    a peer, and the last view may go in the thread that steps.
+    """
+    threading.Thread(target=free, name="give-back", daemon=True).start()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ simulated device takes the function as a whole.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from engine.channel.device import ReplyViews
 from engine.channel.interface import ChannelSpec, RingEntry
 from engine.channel.layout import EPOCH, NUM_ROWS, NUM_TOKENS, SEQ
 from tests.engine.channel.entries import pattern, tensors_of
+
+POLL_S = 0.0005
 
 
 class Runner(Protocol):
@@ -36,7 +39,14 @@ class CudaRunner:
         kernel()
 
     def synchronize(self, timeout_s: float = 30.0) -> None:
-        torch.cuda.synchronize(self.device)
+        """TimeoutError where a call of the driver's would wait for ever."""
+        event = torch.cuda.Event()
+        event.record()
+        end = time.monotonic() + timeout_s
+        while not event.query():
+            if time.monotonic() > end:
+                raise TimeoutError(f"the stream was not done within {timeout_s} s")
+            time.sleep(POLL_S)
 
 
 def tag(header: torch.Tensor, spec: ChannelSpec, seq: int, num_rows: int, num_tokens: int) -> None:
