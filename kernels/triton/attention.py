@@ -104,7 +104,6 @@ def _attend(
     """FAR: the cache has more elements than 32 bits can count."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     DOT: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
     TILE_TOKENS: tl.constexpr = TILE // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -146,15 +145,18 @@ def _attend(
         positions = seq_len - query_len + tokens
         q_offsets = (start + tokens).to(tl.int64) * q_stride + heads * HEAD_DIM
         q_mask = valid[:, None] & dim_mask[None, :]
+        # The blocks' ids are a turn ahead of the keys, whose addresses they are.
+        table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+        keys = first_key + tl.arange(0, BLOCK_KEYS)
+        next_blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=keys < end_key, other=0)
+        if OVERLAP:
+            # What a step's metadata says was there before; queries, keys and values are being written.
+            gdc_wait()
         q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=q_mask, other=0.0).to(DOT)
 
         best = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         mixed = tl.zeros([TILE, BLOCK_DIM], tl.float32)
-        table_ptr = tables_ptr + row.to(tl.int64) * table_stride
-        # The blocks' ids are a turn ahead of the keys, whose addresses they are.
-        keys = first_key + tl.arange(0, BLOCK_KEYS)
-        next_blocks = tl.load(table_ptr + keys // CACHE_BLOCK, mask=keys < end_key, other=0)
         for begin in range(first_key, end_key, BLOCK_KEYS):
             keys = begin + tl.arange(0, BLOCK_KEYS)
             blocks = next_blocks
@@ -194,6 +196,8 @@ def _attend(
             tl.store(partial_ptr + where[:, None] * HEAD_DIM + dims[None, :], mixed, mask=q_mask)
             tl.store(stats_ptr + where * 2, best, mask=valid)
             tl.store(stats_ptr + where * 2 + 1, total, mask=valid)
+    if OVERLAP:
+        gdc_wait()  # also where there was nothing to do
 
 
 @triton.jit(do_not_specialize=["num_rows", "programs", "few_keys", "many_keys", "max_splits"])
@@ -224,7 +228,6 @@ def _merge(
     """Some of a token's heads: zeros where it is of no row that runs, the stretches' mix where its row has several."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     rows = tl.arange(0, BLOCK_ROWS)
@@ -239,13 +242,15 @@ def _merge(
     dims = tl.arange(0, BLOCK_DIM)
     out_mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     out_ptrs = out_ptr + (token.to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    short = (query_lens > 0) & (query_lens <= MAX_SHORT) & (lens > 0)
+    all_keys = tl.where(short, lens - _first_key(lens, query_lens, WINDOW, BLOCK_KEYS), 0)
+    stretch = _stretch(all_keys, NUM_KV_HEADS, programs, few_keys, many_keys)
+    if OVERLAP:
+        gdc_wait()
     if seq_len <= 0:
         zeros = tl.zeros([HEADS, BLOCK_DIM], tl.float32)
         tl.store(out_ptrs, zeros.to(out_ptr.dtype.element_ty), mask=out_mask)
     elif query_len <= MAX_SHORT:
-        short = (query_lens > 0) & (query_lens <= MAX_SHORT) & (lens > 0)
-        all_keys = tl.where(short, lens - _first_key(lens, query_lens, WINDOW, BLOCK_KEYS), 0)
-        stretch = _stretch(all_keys, NUM_KV_HEADS, programs, few_keys, many_keys)
         num_keys = seq_len - _first_key(seq_len, query_len, WINDOW, BLOCK_KEYS)
         split_len = _split_len(num_keys, stretch, max_splits, BLOCK_KEYS)
         if num_keys > split_len:

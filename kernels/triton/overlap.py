@@ -2,12 +2,16 @@
 
 A layer of few tokens is a row of kernels of a few microseconds each, and a GPU idles for half a microsecond and more
 between two of them. With programmatic dependent launch (Hopper and later) a kernel is put on the GPU while the one
-before it still runs, and waits there for its results, and its memory, in `gdc_wait`. Until then it may only touch what
-no kernel before it writes: weights.
+before it still runs, and waits there for its results, and its memory, in `gdc_wait`.
 
-Every kernel that is launched this way lets the next one in at its very start and waits, in every program, before it
-reads or writes anything else; so when a kernel is done, all those before it are, as without overlapping, and results
-are the same, bit for bit. `OUTRIDER_LAUNCH_OVERLAP=0` in the environment switches it off.
+Before it waits it may only read what was complete when the last kernel of another kind before it began. The kernels of
+this kind are those of a layer (norm, activation, rotation with the write of the KV, attention, products of few rows),
+which write activations and KV; so weights may be read, and a step's lengths, tables and slots: between those who write
+them and a layer stands at least one launched as ever (the embedding, the angles), which begins when all before it is
+done. (The angles themselves may not: nothing need stand between them and the rotation.) Every kernel of this kind lets
+the next one in at its very start and waits, in every program, before it reads or writes anything else; so when one is
+done, all those before it are, as without overlapping, and results are the same, bit for bit.
+`OUTRIDER_LAUNCH_OVERLAP=0` in the environment switches it off.
 """
 
 from __future__ import annotations

@@ -35,12 +35,13 @@ def _rope_kv_write(
     HEADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     halves = tl.arange(0, BLOCK_HALF)
+    slot = tl.load(slots_ptr + token)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     cos = tl.load(cos_ptr + token * angle_stride + halves, mask=halves < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * angle_stride + halves, mask=halves < HALF, other=0.0).to(tl.float32)
     q_parts: tl.constexpr = (num_heads + HEADS - 1) // HEADS
@@ -51,7 +52,6 @@ def _rope_kv_write(
         tl.store(out_ptr, first.to(out_q_ptr.dtype.element_ty), mask=mask)
         tl.store(out_ptr + HALF, second.to(out_q_ptr.dtype.element_ty), mask=mask)
     else:
-        slot = tl.load(slots_ptr + token)
         if slot >= 0:
             heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
             first, second, offsets, mask = rotate_heads(
