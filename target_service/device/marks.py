@@ -10,6 +10,8 @@ import time
 
 import torch
 
+from engine.cuda.recording import Recorder
+
 BEGAN, WAITED, FORWARDED, ENDED = range(4)
 
 
@@ -20,13 +22,15 @@ class Marks:
         self._times = [0.0] * 4
         self._events: list[torch.cuda.Event] | None = None
         if device.type == "cuda":
+            self._recorder = Recorder()
             # Blocking: a thread that waits for the last one must not take the interpreter from those that work.
-            self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(4)]
+            with torch.cuda.device(device):
+                self._events = [self._recorder.make(blocking=True) for _ in range(4)]
 
     def set(self, point: int) -> None:
         """The current stream is here."""
         if self._events is not None:
-            self._events[point].record()
+            self._recorder.record(self._events[point])
         else:
             self._times[point] = time.perf_counter()
 
@@ -38,5 +42,5 @@ class Marks:
     def between(self, first: int, last: int) -> float:
         """Milliseconds."""
         if self._events is not None:
-            return float(self._events[first].elapsed_time(self._events[last]))
+            return self._recorder.between(self._events[first], self._events[last])
         return (self._times[last] - self._times[first]) * 1e3

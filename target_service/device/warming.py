@@ -82,6 +82,8 @@ class Warming:
         shape = self._buffers.uniform(num_rows, query_len)
         self._begin(plan, shape, scratch)
         self._forward.capture(shape, hidden_layers, greedy=True)
+        if num_rows == self._forward.graph_rows[0]:
+            self._sample(shape, self._buffers.uniform_starts(num_rows, query_len))
         if scratch is not None:
             captured = self._forward.uniform(shape, hidden_layers, greedy=True).captured
             starts = self._buffers.uniform_starts(num_rows, query_len)
@@ -112,9 +114,21 @@ class Warming:
         output = self._forward.ragged(shape, batch, hidden_layers)
         assert output.logits is not None
         no_logits = rows["logit_starts"][: num_rows + 1]
+        verdict = self._kernels.verify_greedy(output.logits, no_logits, shape.drafts)
+        self._forward.commit(shape, verdict.tokens, verdict.num_sampled)
+        if scratch is not None:
+            self._entry(shape, num_rows, starts, output.captured, scratch)
+
+    def _sample(self, shape: StepShape, starts: torch.Tensor) -> None:
+        """What rows that are not greedy need behind their logits, whatever their number."""
+        rows, num_rows, decoder = self._plans.rows, shape.num_rows, self._forward.decoder
+        logits = torch.zeros((shape.num_tokens, decoder.config.vocab_size), device=decoder.device)
+        owners = self._buffers.uniform_owners(num_rows, shape.query_stride)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        logits = self._kernels.filter_logits(logits, *(rows[name][:num_rows][owners] for name in names))
         self._kernels.verify(
-            output.logits,
-            no_logits,
+            logits,
+            starts,
             shape.drafts,
             rows["temperature"][:num_rows],
             rows["seeds"][:num_rows],
@@ -123,10 +137,6 @@ class Warming:
             None,
             None,
         )
-        verdict = self._kernels.verify_greedy(output.logits, no_logits, shape.drafts)
-        self._forward.commit(shape, verdict.tokens, verdict.num_sampled)
-        if scratch is not None:
-            self._entry(shape, num_rows, starts, output.captured, scratch)
 
     def _begin(self, plan: HostPlan, shape: StepShape, scratch: LocalChannel | None) -> None:
         """A plan without rows is on the device; rows that might have drafts have been looked at."""
