@@ -108,7 +108,7 @@ class RowResult(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_drafted: _Optional[int] = ..., context_len: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("seq", "rows", "capacity", "wait_ms", "forward_ms", "verify_ms", "total_ms", "drafts_missed")
+    __slots__ = ("seq", "rows", "capacity", "wait_ms", "forward_ms", "verify_ms", "total_ms", "drafts_missed", "launch_ms")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class StepResult(_message.Message):
     VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_MS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     rows: _containers.RepeatedCompositeFieldContainer[RowResult]
     capacity: _common_pb2.Capacity
@@ -125,7 +126,8 @@ class StepResult(_message.Message):
     verify_ms: float
     total_ms: float
     drafts_missed: bool
-    def __init__(self, seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., capacity: _Optional[_Union[_common_pb2.Capacity, _Mapping]] = ..., wait_ms: _Optional[float] = ..., forward_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., drafts_missed: bool = ...) -> None: ...
+    launch_ms: float
+    def __init__(self, seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., capacity: _Optional[_Union[_common_pb2.Capacity, _Mapping]] = ..., wait_ms: _Optional[float] = ..., forward_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., drafts_missed: bool = ..., launch_ms: _Optional[float] = ...) -> None: ...
 
 class Fault(_message.Message):
     __slots__ = ("kind", "detail", "seq", "request_id")

@@ -227,6 +227,7 @@ def _step_result(reply: StepReply) -> target_pb2.StepResult:
         forward_ms=times.forward_ms,
         verify_ms=times.verify_ms,
         total_ms=times.total_ms,
+        launch_ms=times.launch_ms,
         drafts_missed=reply.drafts_missed,
     )
 
