@@ -9,6 +9,8 @@ import time
 
 import torch
 
+from engine.cuda.recording import Recorder
+
 # Points of a step: the wait for the entry begins, and is over; draft prefill and first draft are done; everything is.
 ASKED, BEGUN, PREFILLED, DONE = range(4)
 
@@ -19,15 +21,17 @@ class StepMarks:
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] | None = None
         if device.type == "cuda":
+            self._recorder = Recorder()
             # Whoever waits for the last one sleeps, and leaves the core to those who enqueue.
-            self._events = [torch.cuda.Event(enable_timing=True, blocking=point == DONE) for point in range(4)]
+            with torch.cuda.device(device):
+                self._events = [self._recorder.make(blocking=point == DONE) for point in range(4)]
         self._host = [0.0] * 4
 
     def set(self, point: int) -> None:
         """The current stream comes to this point after everything enqueued so far."""
         self._host[point] = time.perf_counter()
         if self._events is not None:
-            self._events[point].record()
+            self._recorder.record(self._events[point])
 
     def host_time(self, point: int) -> float:
         """When the point was set, by `time.perf_counter`."""
@@ -41,5 +45,5 @@ class StepMarks:
     def between(self, first: int, last: int) -> float:
         """Milliseconds between two points that were set and passed, on the device."""
         if self._events is not None:
-            return float(self._events[first].elapsed_time(self._events[last]))
+            return self._recorder.between(self._events[first], self._events[last])
         return (self._host[last] - self._host[first]) * 1e3

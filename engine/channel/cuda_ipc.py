@@ -140,9 +140,9 @@ class CudaIpcTargetEnd(_DeviceEnd):
         self._alive = _drafter_alive(control, deadline_ns, int(attach_deadline_s * 1e9))
         streams: set[Hashable] = set()
         finish = _Finish(driver, streams, page, heartbeat, control, export.memory, deadline_ns)
-        watchdog = Watchdog(control, Word.DRAFTER_SEQ, Word.TARGET_WAITS, Word.TARGET_SEQ, self._alive, finish.target)
-        views = EntryViews(spec, region_tensors(export.memory, layout))
         words = (Word.DRAFTER_SEQ, Word.TARGET_SEQ, Word.TARGET_WAITS)
+        watchdog = Watchdog(control, *words, Word.TARGET_SEQ, self._alive, finish.target)
+        views = EntryViews(spec, region_tensors(export.memory, layout))
         super().__init__(spec, driver, page, views, watchdog, streams, words)
         # Also when nobody called close.
         self._end = weakref.finalize(self, _end_target, control, watchdog, self._shared)
@@ -220,9 +220,9 @@ class CudaIpcDrafterEnd(_DeviceEnd):
         self._alive = _target_alive(control, self._detached, int(heartbeat_deadline_s * 1e9))
         streams: set[Hashable] = set()
         finish = _Finish(driver, streams, page, heartbeat, control, memory, 0, unmapped)
-        watchdog = Watchdog(control, Word.TARGET_SEQ, Word.DRAFTER_WAITS, None, self._alive, finish.drafter)
-        views = EntryViews(spec, region_tensors(memory, layout))
         words = (Word.TARGET_SEQ, Word.DRAFTER_SEQ, Word.DRAFTER_WAITS)
+        watchdog = Watchdog(control, *words, None, self._alive, finish.drafter)
+        views = EntryViews(spec, region_tensors(memory, layout))
         super().__init__(spec, driver, page, views, watchdog, streams, words)
         self._end = weakref.finalize(self, _end_drafter, control, watchdog, self._detached)
 

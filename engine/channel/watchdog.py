@@ -8,6 +8,9 @@ A word that was raised may be lowered again: the peer's device stores what it pu
 watched, and its word raised anew, until the stream is known to be past it. The end's own device tells: with each
 publication it stores, in a word that nobody else writes, how many waits lie behind it.
 
+A dead peer has nobody who would release its streams, and they may hold up what they share with ours: under MPS all
+clients' work runs in one context. So the word that the peer waits for, our own counter, is raised for it as well.
+
 Two stores that meet are settled by the later one. A raise that undoes a publication newer than itself (they would have
 to fall within the same hundred nanoseconds) costs the next wait its deadline, never more.
 """
@@ -27,6 +30,8 @@ from engine.errors import ChannelError
 # is under way.
 LOOK_EVERY_S = 0.005
 MAX_WAITS = 4096
+# A peer's waits are at most this many steps ahead of our last one.
+BEYOND = 1 << 20
 
 
 @dataclass(slots=True)
@@ -42,16 +47,18 @@ class _Wait:
 class Watchdog:
     """The watching thread of one end. `add` by the thread that steps, `close` by any; the control page by all.
 
-    awaited: the word waited for, the peer's counter. passed: the word in which our device counts waits behind it.
-    started_by: the word whose reaching `seq` starts the time of a wait for `seq`; None: its time starts at once.
-    peer_alive: False releases everything. finish: run in the thread after `close`, to give things back; it calls what
-    it is given, `release_all`, again and again for as long as a stream may still come to a wait.
+    awaited: the word waited for, the peer's counter. published: our own, which the peer waits for. passed: the word in
+    which our device counts waits behind it. started_by: the word whose reaching `seq` starts the time of a wait for
+    `seq`; None: its time starts at once. peer_alive: False releases everything. finish: run in the thread after
+    `close`, to give things back; it calls what it is given again and again for as long as a stream may still come to a
+    wait.
     """
 
     def __init__(
         self,
         control: ControlPage,
         awaited: Word,
+        published: Word,
         passed: Word,
         started_by: Word | None,
         peer_alive: Callable[[], bool],
@@ -59,6 +66,7 @@ class Watchdog:
     ) -> None:
         self._control = control
         self._awaited = awaited
+        self._published = published
         self._passed = passed
         self._started_by = started_by
         self._peer_alive = peer_alive
@@ -108,17 +116,15 @@ class Watchdog:
             else:
                 self._busy.wait()
                 self._busy.clear()
-        self.release_all()
-        self._finish(self.release_all)
+        self._release_both()
+        self._finish(self._release_both)
 
     def _look(self) -> None:
         passed = self._control.low(self._passed)
         while self._waits and reached(passed, self._waits[0].number):
             self._waits.popleft()
-        if not self._waits:
-            return
-        if not self._peer_alive():
-            self.release_all()
+        if not self._peer_alive():  # also when no wait is left: the last publication has lowered the peer's word again
+            self._release_both()
             return
         now = time.monotonic()
         for wait in list(self._waits):  # a copy: more may be added meanwhile
@@ -126,6 +132,12 @@ class Watchdog:
                 wait.ends = now + wait.time_s
             if wait.ends is not None and now >= wait.ends:
                 self._control.raise_low(self._awaited, wait.seq)
+
+    def _release_both(self) -> None:
+        """Our streams, and those of a peer that is dead or will hear of nothing more."""
+        self.release_all()
+        if self._last is not None:
+            self._control.raise_low(self._published, self._last.seq + BEYOND)
 
     def _has_started(self, seq: int) -> bool:
         return self._started_by is None or reached(self._control.low(self._started_by), seq)

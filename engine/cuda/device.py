@@ -20,6 +20,7 @@ import torch
 
 from engine.channel.stream_driver import DeviceExport, DevicePage
 from engine.cuda.library import (
+    EVENT_DISABLE_TIMING,
     HOST_REGISTER_DEVICEMAP,
     HOST_REGISTER_PORTABLE,
     IPC_HANDLE_BYTES,
@@ -152,15 +153,13 @@ class CudaDevice:
     def mark(self, stream: Hashable) -> Callable[[], bool]:
         """See StreamDriver.mark."""
         assert isinstance(stream, torch.cuda.Stream)
-        event = torch.cuda.Event()
-
-        def passed() -> bool:
-            with _as_channel_error("event"):
-                return bool(event.query())
-
-        with _as_channel_error("event"):
-            event.record(stream)
-        return passed
+        # Not torch's: see recording.py.
+        event = c_void_p()
+        with self._in_context():
+            self._library.call("cuEventCreate", byref(event), EVENT_DISABLE_TIMING)
+            mark = _Mark(self._library, event)
+            self._library.call("cuEventRecord", event, stream.cuda_stream)
+        return mark
 
     def _enqueue(self, function: str, stream: Hashable, page: DevicePage, offset: int, value: int, flags: int) -> None:
         assert isinstance(stream, torch.cuda.Stream)
@@ -236,6 +235,18 @@ class _Page:
         self._close()
 
 
+class _Mark:
+    """A point of a stream: calling it tells whether the stream has passed it. ChannelError: the device has failed."""
+
+    def __init__(self, library: CudaLibrary, event: c_void_p) -> None:
+        self._library = library
+        self._event = event
+        weakref.finalize(self, _quietly, library, "cuEventDestroy_v2", event).atexit = False
+
+    def __call__(self) -> bool:
+        return self._library.is_ready("cuEventQuery", self._event)
+
+
 def _aside(free: Callable[[], None]) -> None:
     """Call it in a thread of its own: giving memory back waits for all streams of the process, those too that wait for
     a peer, and the last view may go in the thread that steps.
@@ -266,7 +277,7 @@ def _uuid(library: CudaLibrary, ordinal: int) -> str:
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def _quietly(library: CudaLibrary, function: str, argument: int) -> None:
+def _quietly(library: CudaLibrary, function: str, argument: object) -> None:
     try:
         library.call(function, argument)
     except ChannelError as error:

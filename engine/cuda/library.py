@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
 
 from engine.errors import ChannelError
 
@@ -20,6 +20,8 @@ HOST_REGISTER_PORTABLE = 1
 HOST_REGISTER_DEVICEMAP = 2
 STREAM_WAIT_GEQ = 0  # cyclic: waits until (int32)(*address - value) >= 0
 STREAM_WRITE_DEFAULT = 0  # behind a memory barrier for all earlier work of the stream
+EVENT_DISABLE_TIMING = 2
+NOT_READY = 600
 LIBRARY = "libcuda.so.1"
 
 
@@ -57,6 +59,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
     "cuMemHostUnregister": (c_void_p,),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventElapsedTime": (POINTER(c_float), c_void_p, c_void_p),
+    "cuEventDestroy_v2": (c_void_p,),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
 }
@@ -90,6 +97,13 @@ class CudaLibrary:
         status = self._functions[name](*arguments)
         if status:
             raise ChannelError(f"{name}: {self.describe(status)}")
+
+    def is_ready(self, name: str, *arguments: object) -> bool:
+        """Call a function that may answer that something is still under way: False. ChannelError as for `call`."""
+        status = self._functions[name](*arguments)
+        if status not in (0, NOT_READY):
+            raise ChannelError(f"{name}: {self.describe(status)}")
+        return status == 0
 
     def describe(self, status: int) -> str:
         """The driver's name of an error, and its explanation."""

@@ -158,6 +158,7 @@ def answer(device: str, word: str) -> None:
 
 def mute(device: str, word: str) -> None:
     driver, _ = make_driver(device)
+    note("device is there")
     end = CudaIpcDrafterEnd(description_of(word), driver, HEARTBEAT_S)
     say("attached")
     threading.Event().wait(PATIENCE_S * 5)

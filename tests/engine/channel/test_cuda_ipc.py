@@ -134,6 +134,17 @@ def test_a_killed_drafter_releases_the_targets_stream(processes: ProcessGroup, e
     assert not memory.exists()
 
 
+def test_the_streams_of_the_dead_are_released_too(processes: ProcessGroup, ends: Ends) -> None:
+    peer = start_peer(processes, ends, "mute")
+    counts = Counts(ends.device.device)
+    for seq in (1, 2):
+        target_step(ends.target, ends.device, seq, counts, PATIENCE_S)
+    peer.kill()
+    ends.device.synchronize()
+    # The release let step 2 be published, which lowered the word again.
+    until(lambda: reached(ends.target._control.low(Word.TARGET_SEQ), 100))
+
+
 def test_a_drafter_that_comes_again_attaches_to_a_new_channel(processes: ProcessGroup, ends: Ends) -> None:
     start_peer(processes, ends, "mute").kill()
     with pytest.raises(ChannelError, match="drafter_state"):
