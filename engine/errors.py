@@ -50,6 +50,12 @@ class ProtocolError(OutriderError):
     kind: ClassVar[str] = "protocol"
 
 
+class RanksLost(OutriderError):
+    """Ranks of a target do not run together any more: one has died, hangs, or fell out of step. Ends the process."""
+
+    kind: ClassVar[str] = "ranks"
+
+
 class IntegrityError(OutriderError):
     """Accounting of blocks or seats is broken (double free, lost block): a bug, never the caller's input."""
 

@@ -155,6 +155,8 @@ def step_result_value(message: target_pb2.StepResult) -> StepResult:
         message.verify_ms,
         message.total_ms,
         message.drafts_missed,
+        message.collective_ms,
+        tuple([(rank.num_tokens, rank.attention_work) for rank in message.ranks]),
     )
 
 

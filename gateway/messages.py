@@ -167,7 +167,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of one step; times in milliseconds, as the target measured them."""
+    """What came of one step; times in milliseconds, as the target measured them.
+
+    collective_ms: of forward_ms, what the target's first rank stood in collectives. rank_loads: tokens and query-key
+    pairs of each rank; empty on a target of one rank.
+    """
 
     seq: int
     verdicts: tuple[Verdict, ...]
@@ -177,6 +181,8 @@ class StepResult:
     verify_ms: float
     total_ms: float
     drafts_missed: bool
+    collective_ms: float = 0.0
+    rank_loads: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,12 +71,29 @@ class GatewayMetrics:
         self.target_forward = time("target", "forward")
         self.target_verify = time("target", "verify")
         self.target_total = time("target", "total")
+        self.target_collectives = time("target", "collectives")
         self.drafter_wait = time("drafter", "wait")
         self.drafter_prefill = time("drafter", "prefill")
         self.drafter_draft = time("drafter", "draft")
         self.drafter_total = time("drafter", "total")
         self.gateway_total = time("gateway", "total")
         self.round_trip = time("gateway", "round_trip")
+        self.rank_tokens = Counter(
+            "outrider_rank_tokens", "Tokens run, by rank of a target that has several", ["rank"], registry=registry
+        )
+        self.rank_attention_work = Counter(
+            "outrider_rank_attention_work",
+            "Query-key pairs attended, by rank of a target that has several",
+            ["rank"],
+            registry=registry,
+        )
+        self.rank_imbalance = Histogram(
+            "outrider_rank_imbalance_ratio",
+            "Largest over mean of the ranks' shares of a step: tokens, attention_work (1: level)",
+            ["of"],
+            buckets=(1.01, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0),
+            registry=registry,
+        )
         self.waiting = Gauge("outrider_waiting_requests", "Requests in the queue", registry=registry)
         self.running = Gauge("outrider_running_requests", "Requests placed on the target", registry=registry)
         self.cache_use = Gauge(
@@ -115,6 +132,17 @@ class GatewayMetrics:
         self.round_trip.observe(round_trip_s)
         if result.drafts_missed:
             self.missed_drafts.inc()
+        if result.rank_loads:
+            self._observe_ranks(result)
+
+    def _observe_ranks(self, result: StepResult) -> None:
+        self.target_collectives.observe(result.collective_ms / 1e3)
+        shares = {"tokens": self.rank_tokens, "attention_work": self.rank_attention_work}
+        for (name, counter), values in zip(shares.items(), zip(*result.rank_loads, strict=True), strict=True):
+            for rank, value in enumerate(values):
+                counter.labels(str(rank)).inc(value)
+            if total := sum(values):
+                self.rank_imbalance.labels(name).observe(max(values) * len(values) / total)
 
     def set_load(self, num_waiting: int, num_running: int) -> None:
         """Requests in the queue and on the target."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/target.proto\x12\x0boutrider.v1\x1a\x13protos/common.proto\"\xc1\x01\n\rTargetCommand\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.outrider.v1.TargetHelloH\x00\x12*\n\x05\x61\x64mit\x18\x02 \x01(\x0b\x32\x19.outrider.v1.AdmitRequestH\x00\x12%\n\x04plan\x18\x03 \x01(\x0b\x32\x15.outrider.v1.StepPlanH\x00\x12\'\n\x07release\x18\x04 \x01(\x0b\x32\x14.outrider.v1.ReleaseH\x00\x42\t\n\x07\x63ommand\"\xe5\x01\n\x0bTargetEvent\x12\'\n\x04info\x18\x01 \x01(\x0b\x32\x17.outrider.v1.TargetInfoH\x00\x12)\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x15.outrider.v1.AdmittedH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.outrider.v1.StepResultH\x00\x12)\n\x08released\x18\x04 \x01(\x0b\x32\x15.outrider.v1.ReleasedH\x00\x12#\n\x05\x66\x61ult\x18\x05 \x01(\x0b\x32\x12.outrider.v1.FaultH\x00\x42\x07\n\x05\x65vent\"!\n\x0bTargetHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xde\x01\n\nTargetInfo\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x11\n\tnum_seats\x18\x07 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x16\n\x0emax_verify_len\x18\n \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xd7\x01\n\tRowResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12&\n\x06status\x18\x03 \x01(\x0e\x32\x16.outrider.v1.RowStatus\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x05 \x01(\r\x12\x13\n\x0bnum_drafted\x18\x06 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x07 \x01(\r\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\xdc\x01\n\nStepResult\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12$\n\x04rows\x18\x02 \x03(\x0b\x32\x16.outrider.v1.RowResult\x12\'\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Capacity\x12\x0f\n\x07wait_ms\x18\x04 \x01(\x02\x12\x12\n\nforward_ms\x18\x05 \x01(\x02\x12\x11\n\tverify_ms\x18\x06 \x01(\x02\x12\x10\n\x08total_ms\x18\x07 \x01(\x02\x12\x15\n\rdrafts_missed\x18\x08 \x01(\x08\x12\x11\n\tlaunch_ms\x18\t \x01(\x02\"F\n\x05\x46\x61ult\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\x85\x02\n\rAttachRequest\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\r\n\x05kinds\x18\x04 \x03(\t\x12\x15\n\rhidden_layers\x18\x05 \x03(\r\x12\x15\n\rmax_draft_len\x18\x06 \x01(\r\x12\x13\n\x0b\x64raft_probs\x18\x07 \x01(\x08\x12\x17\n\x0fmetadata_source\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x13\n\x0b\x64\x65vice_uuid\x18\x0c \x01(\t\"\x95\x01\n\x0b\x41ttachReply\x12/\n\x07\x63hannel\x18\x01 \x01(\x0b\x32\x1e.outrider.v1.ChannelDescriptor\x12\x1a\n\x12target_instance_id\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"2\n\rDetachRequest\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\r\n\x0b\x44\x65tachReply\"\xc7\x01\n\tRingEntry\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x34\n\x07tensors\x18\x06 \x03(\x0b\x32#.outrider.v1.RingEntry.TensorsEntry\x1a.\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xb5\x01\n\nReplyEntry\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x35\n\x07tensors\x18\x05 \x03(\x0b\x32$.outrider.v1.ReplyEntry.TensorsEntry\x1a.\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01*\x82\x01\n\tRowStatus\x12\x1a\n\x16ROW_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rROW_STATUS_OK\x10\x01\x12\x16\n\x12ROW_STATUS_STARVED\x10\x02\x12\x16\n\x12ROW_STATUS_UNKNOWN\x10\x03\x12\x16\n\x12ROW_STATUS_SKIPPED\x10\x04\x32\x93\x02\n\rTargetService\x12\x41\n\x05Serve\x12\x1a.outrider.v1.TargetCommand\x1a\x18.outrider.v1.TargetEvent(\x01\x30\x01\x12>\n\x06\x41ttach\x12\x1a.outrider.v1.AttachRequest\x1a\x18.outrider.v1.AttachReply\x12>\n\x06\x44\x65tach\x12\x1a.outrider.v1.DetachRequest\x1a\x18.outrider.v1.DetachReply\x12?\n\x08\x45xchange\x12\x17.outrider.v1.ReplyEntry\x1a\x16.outrider.v1.RingEntry(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/target.proto\x12\x0boutrider.v1\x1a\x13protos/common.proto\"\xc1\x01\n\rTargetCommand\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.outrider.v1.TargetHelloH\x00\x12*\n\x05\x61\x64mit\x18\x02 \x01(\x0b\x32\x19.outrider.v1.AdmitRequestH\x00\x12%\n\x04plan\x18\x03 \x01(\x0b\x32\x15.outrider.v1.StepPlanH\x00\x12\'\n\x07release\x18\x04 \x01(\x0b\x32\x14.outrider.v1.ReleaseH\x00\x42\t\n\x07\x63ommand\"\xe5\x01\n\x0bTargetEvent\x12\'\n\x04info\x18\x01 \x01(\x0b\x32\x17.outrider.v1.TargetInfoH\x00\x12)\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x15.outrider.v1.AdmittedH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.outrider.v1.StepResultH\x00\x12)\n\x08released\x18\x04 \x01(\x0b\x32\x15.outrider.v1.ReleasedH\x00\x12#\n\x05\x66\x61ult\x18\x05 \x01(\x0b\x32\x12.outrider.v1.FaultH\x00\x42\x07\n\x05\x65vent\"!\n\x0bTargetHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xde\x01\n\nTargetInfo\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x11\n\tnum_seats\x18\x07 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x16\n\x0emax_verify_len\x18\n \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xd7\x01\n\tRowResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12&\n\x06status\x18\x03 \x01(\x0e\x32\x16.outrider.v1.RowStatus\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x05 \x01(\r\x12\x13\n\x0bnum_drafted\x18\x06 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x07 \x01(\r\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"6\n\x08RankLoad\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0e\x61ttention_work\x18\x02 \x01(\x04\"\x99\x02\n\nStepResult\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12$\n\x04rows\x18\x02 \x03(\x0b\x32\x16.outrider.v1.RowResult\x12\'\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Capacity\x12\x0f\n\x07wait_ms\x18\x04 \x01(\x02\x12\x12\n\nforward_ms\x18\x05 \x01(\x02\x12\x11\n\tverify_ms\x18\x06 \x01(\x02\x12\x10\n\x08total_ms\x18\x07 \x01(\x02\x12\x15\n\rdrafts_missed\x18\x08 \x01(\x08\x12\x11\n\tlaunch_ms\x18\t \x01(\x02\x12\x15\n\rcollective_ms\x18\n \x01(\x02\x12$\n\x05ranks\x18\x0b \x03(\x0b\x32\x15.outrider.v1.RankLoad\"F\n\x05\x46\x61ult\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\x85\x02\n\rAttachRequest\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\r\n\x05kinds\x18\x04 \x03(\t\x12\x15\n\rhidden_layers\x18\x05 \x03(\r\x12\x15\n\rmax_draft_len\x18\x06 \x01(\r\x12\x13\n\x0b\x64raft_probs\x18\x07 \x01(\x08\x12\x17\n\x0fmetadata_source\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x13\n\x0b\x64\x65vice_uuid\x18\x0c \x01(\t\"\x95\x01\n\x0b\x41ttachReply\x12/\n\x07\x63hannel\x18\x01 \x01(\x0b\x32\x1e.outrider.v1.ChannelDescriptor\x12\x1a\n\x12target_instance_id\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"2\n\rDetachRequest\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\r\n\x0b\x44\x65tachReply\"\xc7\x01\n\tRingEntry\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x34\n\x07tensors\x18\x06 \x03(\x0b\x32#.outrider.v1.RingEntry.TensorsEntry\x1a.\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xb5\x01\n\nReplyEntry\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x35\n\x07tensors\x18\x05 \x03(\x0b\x32$.outrider.v1.ReplyEntry.TensorsEntry\x1a.\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01*\x82\x01\n\tRowStatus\x12\x1a\n\x16ROW_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rROW_STATUS_OK\x10\x01\x12\x16\n\x12ROW_STATUS_STARVED\x10\x02\x12\x16\n\x12ROW_STATUS_UNKNOWN\x10\x03\x12\x16\n\x12ROW_STATUS_SKIPPED\x10\x04\x32\x93\x02\n\rTargetService\x12\x41\n\x05Serve\x12\x1a.outrider.v1.TargetCommand\x1a\x18.outrider.v1.TargetEvent(\x01\x30\x01\x12>\n\x06\x41ttach\x12\x1a.outrider.v1.AttachRequest\x1a\x18.outrider.v1.AttachReply\x12>\n\x06\x44\x65tach\x12\x1a.outrider.v1.DetachRequest\x1a\x18.outrider.v1.DetachReply\x12?\n\x08\x45xchange\x12\x17.outrider.v1.ReplyEntry\x1a\x16.outrider.v1.RingEntry(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RINGENTRY_TENSORSENTRY']._serialized_options = b'8\001'
   _globals['_REPLYENTRY_TENSORSENTRY']._loaded_options = None
   _globals['_REPLYENTRY_TENSORSENTRY']._serialized_options = b'8\001'
-  _globals['_ROWSTATUS']._serialized_start=2201
-  _globals['_ROWSTATUS']._serialized_end=2331
+  _globals['_ROWSTATUS']._serialized_start=2318
+  _globals['_ROWSTATUS']._serialized_end=2448
   _globals['_TARGETCOMMAND']._serialized_start=58
   _globals['_TARGETCOMMAND']._serialized_end=251
   _globals['_TARGETEVENT']._serialized_start=254
@@ -50,26 +50,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLOGPROBS']._serialized_end=816
   _globals['_ROWRESULT']._serialized_start=819
   _globals['_ROWRESULT']._serialized_end=1034
-  _globals['_STEPRESULT']._serialized_start=1037
-  _globals['_STEPRESULT']._serialized_end=1257
-  _globals['_FAULT']._serialized_start=1259
-  _globals['_FAULT']._serialized_end=1329
-  _globals['_ATTACHREQUEST']._serialized_start=1332
-  _globals['_ATTACHREQUEST']._serialized_end=1593
-  _globals['_ATTACHREPLY']._serialized_start=1596
-  _globals['_ATTACHREPLY']._serialized_end=1745
-  _globals['_DETACHREQUEST']._serialized_start=1747
-  _globals['_DETACHREQUEST']._serialized_end=1797
-  _globals['_DETACHREPLY']._serialized_start=1799
-  _globals['_DETACHREPLY']._serialized_end=1812
-  _globals['_RINGENTRY']._serialized_start=1815
-  _globals['_RINGENTRY']._serialized_end=2014
-  _globals['_RINGENTRY_TENSORSENTRY']._serialized_start=1968
-  _globals['_RINGENTRY_TENSORSENTRY']._serialized_end=2014
-  _globals['_REPLYENTRY']._serialized_start=2017
-  _globals['_REPLYENTRY']._serialized_end=2198
-  _globals['_REPLYENTRY_TENSORSENTRY']._serialized_start=1968
-  _globals['_REPLYENTRY_TENSORSENTRY']._serialized_end=2014
-  _globals['_TARGETSERVICE']._serialized_start=2334
-  _globals['_TARGETSERVICE']._serialized_end=2609
+  _globals['_RANKLOAD']._serialized_start=1036
+  _globals['_RANKLOAD']._serialized_end=1090
+  _globals['_STEPRESULT']._serialized_start=1093
+  _globals['_STEPRESULT']._serialized_end=1374
+  _globals['_FAULT']._serialized_start=1376
+  _globals['_FAULT']._serialized_end=1446
+  _globals['_ATTACHREQUEST']._serialized_start=1449
+  _globals['_ATTACHREQUEST']._serialized_end=1710
+  _globals['_ATTACHREPLY']._serialized_start=1713
+  _globals['_ATTACHREPLY']._serialized_end=1862
+  _globals['_DETACHREQUEST']._serialized_start=1864
+  _globals['_DETACHREQUEST']._serialized_end=1914
+  _globals['_DETACHREPLY']._serialized_start=1916
+  _globals['_DETACHREPLY']._serialized_end=1929
+  _globals['_RINGENTRY']._serialized_start=1932
+  _globals['_RINGENTRY']._serialized_end=2131
+  _globals['_RINGENTRY_TENSORSENTRY']._serialized_start=2085
+  _globals['_RINGENTRY_TENSORSENTRY']._serialized_end=2131
+  _globals['_REPLYENTRY']._serialized_start=2134
+  _globals['_REPLYENTRY']._serialized_end=2315
+  _globals['_REPLYENTRY_TENSORSENTRY']._serialized_start=2085
+  _globals['_REPLYENTRY_TENSORSENTRY']._serialized_end=2131
+  _globals['_TARGETSERVICE']._serialized_start=2451
+  _globals['_TARGETSERVICE']._serialized_end=2726
 # @@protoc_insertion_point(module_scope)

@@ -107,8 +107,16 @@ class RowResult(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_drafted: _Optional[int] = ..., context_len: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
+class RankLoad(_message.Message):
+    __slots__ = ("num_tokens", "attention_work")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_WORK_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    attention_work: int
+    def __init__(self, num_tokens: _Optional[int] = ..., attention_work: _Optional[int] = ...) -> None: ...
+
 class StepResult(_message.Message):
-    __slots__ = ("seq", "rows", "capacity", "wait_ms", "forward_ms", "verify_ms", "total_ms", "drafts_missed", "launch_ms")
+    __slots__ = ("seq", "rows", "capacity", "wait_ms", "forward_ms", "verify_ms", "total_ms", "drafts_missed", "launch_ms", "collective_ms", "ranks")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +126,8 @@ class StepResult(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_MISSED_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_MS_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_MS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     rows: _containers.RepeatedCompositeFieldContainer[RowResult]
     capacity: _common_pb2.Capacity
@@ -127,7 +137,9 @@ class StepResult(_message.Message):
     total_ms: float
     drafts_missed: bool
     launch_ms: float
-    def __init__(self, seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., capacity: _Optional[_Union[_common_pb2.Capacity, _Mapping]] = ..., wait_ms: _Optional[float] = ..., forward_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., drafts_missed: bool = ..., launch_ms: _Optional[float] = ...) -> None: ...
+    collective_ms: float
+    ranks: _containers.RepeatedCompositeFieldContainer[RankLoad]
+    def __init__(self, seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., capacity: _Optional[_Union[_common_pb2.Capacity, _Mapping]] = ..., wait_ms: _Optional[float] = ..., forward_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., drafts_missed: bool = ..., launch_ms: _Optional[float] = ..., collective_ms: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ...) -> None: ...
 
 class Fault(_message.Message):
     __slots__ = ("kind", "detail", "seq", "request_id")

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 from engine.config_file import load_model_name, load_section
 from engine.errors import OutriderError
@@ -17,15 +18,17 @@ from target_service.config import TargetConfig
 from target_service.server import TargetServer
 
 WATCH_S = 0.25  # how late a signal may be noticed
+FAILED_STOP_S = 3.0  # for a clean stop after a failure, which may have left a thread inside the device
 DEVICE_LOST = 3  # exit status
 SYNTHETIC_WARNING = (
     "drafts are accepted by chance, so what this target gives out is not the model's. Only for benchmarks."
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after a clean stop, 1 when a bug ended the
-    service, 2 on a bad config or model. A lost device ends the process at once, with 3.
+def main(arguments: list[str] | None = None, on_failure: Callable[[], object] = lambda: None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after a clean stop, 1 when a bug or a lost rank ended
+    the service, 2 on a bad config or model. A lost device ends the process at once, with 3. on_failure: called, from
+    any thread, before a stop after a failure.
     """
     parser = argparse.ArgumentParser(prog="target_service", description="Outrider's target service.")
     parser.add_argument("--config", required=True, help="the config file (YAML)")
@@ -36,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def fail() -> None:
         failed.set()
+        on_failure()
         stop.ask()
 
     try:
@@ -70,5 +74,17 @@ def _what_it_is(target: Target, config: TargetConfig, model_name: str) -> str:
     )
 
 
+def end_soon() -> None:
+    """End this process with status 1 whatever its threads are stuck in, after some time for a clean stop."""
+    last = threading.Timer(FAILED_STOP_S, os._exit, (1,))
+    last.daemon = True
+    last.start()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main(on_failure=end_soon)
+    if status == 1:
+        # Not by way of the interpreter's end: a group that has lost a rank may hold it up for ever.
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)

@@ -28,7 +28,7 @@ PROGRESS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target that is ready to take commands. The caller closes `channels`, once no command runs any more.
+    """A target that is ready to take commands.
 
     kinds: of channels that it takes.
     """
@@ -39,9 +39,17 @@ class Target:
     engine: Engine
     kinds: tuple[str, ...]
 
+    def close(self) -> None:
+        """Free channels and ranks. Only once no command runs any more."""
+        self.channels.close()
+        if self.engine.ranks is not None:
+            self.engine.ranks.close()
+
 
 def build_target(config: TargetConfig, model_name: str, directory: Path) -> Target:
-    """Load the model in `directory` and set the service up. ConfigError names a setting that the model cannot have."""
+    """Load the model in `directory` and set the service up. ConfigError names a setting that the model cannot have;
+    RanksLost tells of a rank that could not be started.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     engine = build_engine(config, directory)
@@ -79,6 +87,7 @@ def build_target(config: TargetConfig, model_name: str, directory: Path) -> Targ
             block_size=config.block_size,
             num_blocks=blocks.pool.num_blocks,
             device=engine.device if engine.device_runner is not None else None,
+            num_ranks=config.pcp_size,
         )
     )
     limits = Limits(

@@ -175,6 +175,7 @@ class ChannelSettings:
     block_size: int
     num_blocks: int
     device: torch.device | None = None
+    num_ranks: int = 1
 
 
 class TargetChannels:
@@ -334,6 +335,11 @@ class TargetChannels:
         if request.metadata_source not in ("", "build", "reuse"):
             raise InvalidRequest("metadata_source", f"must be build or reuse, got {request.metadata_source!r}")
         if request.metadata_source == "reuse":
+            # Each rank has its own order of tokens, and none of them the drafter's: there is nothing to mirror.
+            if settings.num_ranks > 1:
+                raise InvalidRequest(
+                    "metadata_source", f"reuse needs a target of one rank, this one has {settings.num_ranks}; use build"
+                )
             if request.block_size != settings.block_size:
                 raise InvalidRequest(
                     "block_size", f"reuse needs the target's {settings.block_size}, got {request.block_size}"

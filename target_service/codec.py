@@ -229,6 +229,11 @@ def _step_result(reply: StepReply) -> target_pb2.StepResult:
         total_ms=times.total_ms,
         launch_ms=times.launch_ms,
         drafts_missed=reply.drafts_missed,
+        collective_ms=times.collective_ms,
+        ranks=[
+            target_pb2.RankLoad(num_tokens=load.num_tokens, attention_work=load.attention_work)
+            for load in reply.rank_loads
+        ],
     )
 
 

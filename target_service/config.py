@@ -62,6 +62,9 @@ class TargetConfig(SectionModel):
     command_queue, event_queue: bounds of what waits for the device, and of what waits for one gateway to read.
     drain_s: how long SIGTERM waits for running requests.
     check_integrity: check blocks and seats after every command; a fault is reported as such. For tests and debugging.
+    pcp_size: ranks that share out a step's tokens (prefill-context parallelism); each holds the whole model and cache.
+    pcp_backend: auto: nccl where each rank has a GPU to itself, else gloo. pcp_timeout_s: after which a collective
+    fails; pcp_start_timeout_s: for all ranks to load.
     """
 
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:50051"
@@ -92,3 +95,7 @@ class TargetConfig(SectionModel):
     event_queue: int = Field(1024, ge=1, le=1 << 20)
     drain_s: float = Field(5.0, ge=0, le=3600)
     check_integrity: bool = False
+    pcp_size: Literal[1, 2, 4, 8] = 1
+    pcp_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    pcp_timeout_s: float = Field(30.0, ge=5, le=3600)  # the ranks meet under it, too
+    pcp_start_timeout_s: float = Field(600.0, gt=0, le=7200)

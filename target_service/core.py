@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.errors import IntegrityError, InvalidRequest, OutriderError, ProtocolError
+from engine.errors import IntegrityError, InvalidRequest, OutriderError, ProtocolError, RanksLost
 from target_service.channels import OpenChannel, TargetChannels
 from target_service.checks import Limits, check_admission, check_step
 from target_service.failures import raise_if_device_lost
@@ -107,7 +107,7 @@ class TargetCore:
         under way when this returns gets its `reply` by `land`.
 
         Raises only where the accounts of seats and blocks themselves are broken, so that nothing can be let go any
-        more, and DeviceLost.
+        more, and DeviceLost and RanksLost, after which nothing can be run any more.
         """
         outcome = self._guarded(stream, command, lambda: self._dispatch(stream, command))
         return self._broken(command) or outcome
@@ -177,6 +177,8 @@ class TargetCore:
                     detail=error.detail,
                 )
             return _fault(command, error.kind, str(error))
+        except RanksLost:
+            raise
         except OutriderError as error:
             return _fault(command, error.kind, str(error))
         except Exception as error:  # a bug met by one command must not take every other gateway's requests with it

@@ -6,7 +6,7 @@ and its RPCs. `build_engine` is also the way to run steps without a service, as 
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,9 @@ from engine.block_pool import BlockPool
 from engine.decoder import Decoder
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
-from engine.kv_group import KVGroup
 from engine.request_blocks import RequestBlocks
 from engine.seats import SeatAllocator
 from kernels.attention.interface import AttentionBackend
-from kernels.attention.registry import make_attention
 from kernels.kernel_set import kernels_for
 from kernels.layout import blocks_needed
 from target_service.acceptance import SyntheticAcceptance, parse_acceptance
@@ -32,10 +30,12 @@ from target_service.device.plan_buffer import PlanBuffer
 from target_service.device.runner import DeviceRunner
 from target_service.device.sampling import DeviceSampling
 from target_service.device.tables import DeviceTables
+from target_service.forward import BatchForward, LocalForward
+from target_service.model import load_model, prepare_device
+from target_service.pcp.ranks import Ranks
+from target_service.pcp.service import join_ranks, start_ranks
 from target_service.runner import StepRunner
 from target_service.sessions import Sessions
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Engine:
     """A target without its service. One thread uses it.
 
     device_runner: None with host execution; then host_runner is not. max_model_len: tokens. stream: on which the
-    thread's work is put; None: the device's default one.
+    thread's work is put; None: the device's default one. ranks: the others, None on a target of one rank.
     """
 
     device: torch.device
@@ -53,6 +53,7 @@ class Engine:
     host_runner: StepRunner | None
     device_runner: DeviceRunner | None
     stream: torch.cuda.Stream | None
+    ranks: Ranks | None = None
 
     @property
     def runner(self) -> StepRunner | DeviceRunner:
@@ -72,47 +73,55 @@ class Engine:
 
 
 def build_engine(config: TargetConfig, directory: Path) -> Engine:
-    """Load the model in `directory` and set up what runs it. ConfigError names a setting that cannot be.
+    """Load the model in `directory` and set up what runs it. ConfigError names a setting that cannot be; RanksLost
+    tells of a rank that could not be started. Who has an engine with ranks closes them.
 
     With device execution on CUDA graphs are not captured yet: see `warm_up`.
     """
-    device = _prepare_device(config)
+    ranks = start_ranks(config, directory)
     try:
-        return _build(config, directory, device)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError("target.device", f"{config.device} has no room: {str(error).splitlines()[0]}") from error
+        return _build(config, directory, ranks)
+    except BaseException as error:
+        if ranks is not None:
+            ranks.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            detail = f"{config.device} has no room: {str(error).splitlines()[0]}"
+            raise ConfigError("target.device", detail) from error
+        raise
 
 
-def _build(config: TargetConfig, directory: Path, device: torch.device) -> Engine:
-    decoder = Decoder.load(directory, _DTYPES[config.dtype], device, config.load_format)
-    model = decoder.config
-    max_model_len = _max_model_len(config, model.max_model_len)
-    num_pool_blocks = config.num_blocks + 1  # the pool keeps block 0 for itself
-    pool = BlockPool(num_pool_blocks, config.block_size, config.prefix_caching)
-    backends = [(group, _attention(config, decoder, group)) for group in decoder.groups]
+def _build(config: TargetConfig, directory: Path, ranks: Ranks | None) -> Engine:
+    device = prepare_device(config)
+    loaded = load_model(config, directory, device)
+    decoder, backends, max_model_len = loaded.decoder, loaded.attention_backends, loaded.max_model_len
+    pool = BlockPool(loaded.kv.num_blocks, config.block_size, config.prefix_caching)
     on_device = _on_device(config, device, backends)
     # Device execution has a device table of its own.
     blocks = RequestBlocks(pool, config.num_seats, max_model_len, "cpu" if on_device else device)
     sessions = Sessions(SeatAllocator(config.num_seats), blocks)
-    kv = _make_kv_cache(decoder, num_pool_blocks, config.block_size)
     synthetic = _synthetic(config, device)
-    if not on_device:
-        runner = StepRunner(decoder, kv, backends, sessions, max_model_len, config.trim_absent_drafts, synthetic)
-        return Engine(device, decoder, sessions, max_model_len, runner, None, None)
-    device_runner = _device_runner(config, decoder, kv, backends, sessions, max_model_len, synthetic)
-    stream = None
-    if device.type == "cuda":
-        # What was made so far was made on another stream.
-        torch.cuda.synchronize(device)
-        stream = torch.cuda.Stream(device)
-    return Engine(device, decoder, sessions, max_model_len, None, device_runner, stream)
+    if on_device:
+        device_runner = _device_runner(config, decoder, loaded.kv, backends, sessions, max_model_len, synthetic)
+        stream = None
+        if device.type == "cuda":
+            # What was made so far was made on another stream.
+            torch.cuda.synchronize(device)
+            stream = torch.cuda.Stream(device)
+        return Engine(device, decoder, sessions, max_model_len, None, device_runner, stream)
+    forward: BatchForward
+    if ranks is None:
+        forward = LocalForward(decoder, loaded.kv, backends)
+    else:
+        forward = join_ranks(ranks, config, loaded, blocks)
+    runner = StepRunner(decoder, forward, sessions, max_model_len, config.trim_absent_drafts, synthetic)
+    return Engine(device, decoder, sessions, max_model_len, runner, None, None, ranks)
 
 
 def _device_runner(
     config: TargetConfig,
     decoder: Decoder,
     kv: KVCache,
-    backends: list[tuple[KVGroup, AttentionBackend]],
+    backends: Sequence[AttentionBackend],
     sessions: Sessions,
     max_model_len: int,
     synthetic: SyntheticAcceptance | None,
@@ -139,7 +148,7 @@ def _device_runner(
     forward = StepForward(
         decoder,
         kv,
-        [backend for _, backend in backends],
+        backends,
         kernels,
         buffers,
         plans,
@@ -166,41 +175,10 @@ def _device_runner(
     )
 
 
-def _prepare_device(config: TargetConfig) -> torch.device:
-    device = torch.device(config.device)
-    if device.type != "cuda":
-        return device
-    # Newer versions of Triton warn where this is left to its default; read when Triton is first imported.
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    if not torch.cuda.is_available():
-        raise ConfigError("target.device", f"{config.device}, but there is no CUDA device that torch can use")
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise ConfigError("target.device", f"{config.device}, but there are {torch.cuda.device_count()} CUDA devices")
-    torch.cuda.set_device(index)
-    # Float32 means float32.
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    return torch.device("cuda", index)
-
-
-def _attention(config: TargetConfig, decoder: Decoder, group: KVGroup) -> AttentionBackend:
-    model = decoder.config
-    try:
-        return make_attention(
-            config.attention,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            model.attention_scale,
-            group.window,
-        )
-    except ValueError as error:
-        raise ConfigError("target.attention", str(error).removeprefix("attention: ")) from error
-
-
-def _on_device(config: TargetConfig, device: torch.device, backends: list[tuple[KVGroup, AttentionBackend]]) -> bool:
-    needs_host = any(backend.needs_host_lens for _, backend in backends)
+def _on_device(config: TargetConfig, device: torch.device, backends: Sequence[AttentionBackend]) -> bool:
+    needs_host = any(backend.needs_host_lens for backend in backends)
+    if config.pcp_size > 1:
+        return False  # a step is dealt to the ranks by its lengths, which the host must know
     if config.execution == "device" and needs_host:
         raise ConfigError(
             "target.execution", f"device needs an attention that asks the host for no lengths, not {config.attention}"
@@ -218,30 +196,3 @@ def _synthetic(config: TargetConfig, device: torch.device) -> SyntheticAcceptanc
         return SyntheticAcceptance.of_mean(mean, config.max_verify_len, device, kernels_for(device).uniform)
     except ValueError as error:
         raise ConfigError("target.accept", str(error)) from error
-
-
-def _make_kv_cache(decoder: Decoder, num_blocks: int, block_size: int) -> KVCache:
-    """The cache; ConfigError when the machine has no room for it: fresh zeros cost nothing until they are written, so
-    one that is too big would be granted and end the process later.
-    """
-    model = decoder.config
-    num_bytes = num_blocks * KVCache.bytes_per_block(
-        block_size, model.num_layers, model.num_kv_heads, model.head_dim, decoder.dtype
-    )
-    problem = f"{num_blocks - 1} blocks of {block_size} tokens take {num_bytes / 2**30:.1f} GiB of KV cache"
-    if decoder.device.type == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if num_bytes > memory:
-            raise ConfigError("target.num_blocks", f"{problem}, this machine has {memory / 2**30:.1f} GiB in all")
-    try:
-        return decoder.make_kv_cache(num_blocks, block_size)
-    except RuntimeError as error:  # torch has no class of its own for it on every device
-        raise ConfigError("target.num_blocks", f"{problem}, which could not be allocated") from error
-
-
-def _max_model_len(config: TargetConfig, model_limit: int) -> int:
-    if config.max_model_len is None:
-        return model_limit
-    if config.max_model_len > model_limit:
-        raise ConfigError("target.max_model_len", f"{config.max_model_len} is above the model's own {model_limit}")
-    return config.max_model_len

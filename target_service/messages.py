@@ -196,7 +196,7 @@ class StepTimes:
     """Milliseconds of a step: waiting for drafts, forward, verification, all of it.
 
     launch_ms: of the host, to put all of it on the device (device execution; 0 where the host takes part in the step
-    itself).
+    itself). collective_ms: of the forward, what rank 0 stood in collectives.
     """
 
     wait_ms: float = 0.0
@@ -204,17 +204,29 @@ class StepTimes:
     verify_ms: float = 0.0
     total_ms: float = 0.0
     launch_ms: float = 0.0
+    collective_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What one rank ran of a step. attention_work: query-key pairs."""
+
+    num_tokens: int
+    attention_work: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepReply:
-    """A step's verdicts, in the plan's order. drafts_missed: drafts were wanted, and the reply did not come in time."""
+    """A step's verdicts, in the plan's order. drafts_missed: drafts were wanted, and the reply did not come in time.
+    rank_loads: of each rank, empty on a target of one.
+    """
 
     seq: int
     rows: tuple[RowVerdict, ...]
     capacity: Capacity
     times: StepTimes = field(default_factory=StepTimes)
     drafts_missed: bool = False
+    rank_loads: tuple[RankLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,29 +11,26 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.decoder import Decoder, ForwardOutput
-from engine.kv_cache import KVCache
-from engine.kv_group import KVGroup
-from kernels.attention.interface import AttentionBackend
+from engine.decoder import Decoder
 from kernels.reference.target_inputs import commit_verdict
 from target_service.acceptance import SyntheticAcceptance
 from target_service.batch import SeatState, StepBatch, StepRow, build_batch
 from target_service.channels import OpenChannel, StepRecord
 from target_service.drafts import StepDrafts, take_drafts
 from target_service.flights import Flight
+from target_service.forward import BatchForward, StepOutput
 from target_service.messages import RowStatus, RowVerdict, StepReply, StepRequest, StepTimes, TokenLogprobs
 from target_service.sessions import Session, Sessions
 from target_service.verification import SeatSampling, VerifyRows, token_logprobs
 
 
 class StepRunner:
-    """Owner of the model, its KV cache and the per-seat device state. Used by one thread."""
+    """Owner of the per-seat device state; runs the model through `forward`. Used by one thread."""
 
     def __init__(
         self,
         decoder: Decoder,
-        kv: KVCache,
-        backends: Sequence[tuple[KVGroup, AttentionBackend]],
+        forward: BatchForward,
         sessions: Sessions,
         max_model_len: int,
         trim_absent_drafts: bool,
@@ -41,12 +38,11 @@ class StepRunner:
     ) -> None:
         num_seats = sessions.blocks.num_seats
         self._decoder = decoder
-        self._kv = kv
-        self._backends = tuple(backends)
+        self._forward = forward
         self._sessions = sessions
         self._max_model_len = max_model_len
         self._trim_absent_drafts = trim_absent_drafts
-        self._device = kv.device
+        self._device = decoder.device
         self._vocab_size = decoder.config.vocab_size
         self._state = SeatState.empty(num_seats, self._device)
         self._sampling = SeatSampling(num_seats, self._vocab_size, self._device, synthetic)
@@ -103,14 +99,12 @@ class StepRunner:
         batch = build_batch(rows, self._state, self._sessions.blocks, self._max_model_len, self._device)
         hidden_layers = channel.hidden_layers if channel is not None else ()
         started = time.perf_counter()
-        output = self._forward(batch, hidden_layers)
-        logits = None
-        if output is not None and batch.logit_rows.shape[0]:
-            logits = self._decoder.logits(output.hidden[batch.logit_rows])
+        output = self._forward.run(batch, hidden_layers) if batch.num_tokens else StepOutput(None, None)
+        logits = None if output.logit_hidden is None else self._decoder.logits(output.logit_hidden)
         forwarded = time.perf_counter()
         tokens, record = self._verify(step, batch, logits, drafts)
         if channel is not None:
-            channel.publish(record, output.captured if output is not None else None)
+            channel.publish(record, output.captured)
         verdicts = self._commit(step, batch, logits, tokens)
         ended = time.perf_counter()
         times = StepTimes(
@@ -118,8 +112,9 @@ class StepRunner:
             forward_ms=(forwarded - started) * 1e3,
             verify_ms=(ended - forwarded) * 1e3,
             total_ms=(ended - began) * 1e3,
+            collective_ms=self._forward.take_collective_ms(),
         )
-        return StepReply(step.seq, verdicts, self._sessions.capacity, times, drafts.missed)
+        return StepReply(step.seq, verdicts, self._sessions.capacity, times, drafts.missed, output.loads)
 
     def _reserve(
         self, step: StepRequest, sessions: Sequence[Session | None], drafts: StepDrafts
@@ -185,12 +180,6 @@ class StepRunner:
             if row.session is not None and row.runs and request.draft_len:
                 length = row.session.context_len + row.query_len + min(request.draft_len, max_draft_len)
                 self._sessions.blocks.reserve(row.session.seat, min(length, self._max_model_len))
-
-    def _forward(self, batch: StepBatch, hidden_layers: tuple[int, ...]) -> ForwardOutput | None:
-        if batch.num_tokens == 0:
-            return None
-        plans = [backend.plan(batch.metadata) for _, backend in self._backends]
-        return self._decoder.forward(batch.input_ids, batch.positions, plans, self._kv, hidden_layers)
 
     def _verify(
         self, step: StepRequest, batch: StepBatch, logits: torch.Tensor | None, drafts: StepDrafts

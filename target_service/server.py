@@ -34,13 +34,15 @@ class TargetServer:
 
     def __init__(self, config: TargetConfig, target: Target, on_failure: Callable[[], object] = lambda: None) -> None:
         """Bind the address. ConfigError when it cannot be. on_failure: called, from another thread, when a bug has
-        ended the device thread; the caller should stop the server then.
+        ended the device thread, or a rank is lost; the caller should stop the server then.
         """
         self._drain_s = config.drain_s
+        self._on_failure = on_failure
+        self._failed = threading.Event()
         self._target = target
         engine = target.engine
         self._device = DeviceThread(
-            target.core, config.command_queue, config.threads, on_failure, engine.device, engine.stream
+            target.core, config.command_queue, config.threads, self._fail, engine.device, engine.stream
         )
         self._servicer = TargetServicer(self._device, target.channels, config.event_queue)
         self._health = health.HealthServicer()
@@ -79,16 +81,23 @@ class TargetServer:
         self._server.start()
         for name in ("", SERVICE_NAME):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        if self._target.engine.ranks is not None:
+            self._target.engine.ranks.watch(self._fail)
 
     def stop(self) -> None:
-        """Drain and stop. Blocks until everything is freed."""
+        """Drain and stop; after a failure there is nothing to drain. Blocks until everything is freed."""
         self._health.enter_graceful_shutdown()
         deadline = time.monotonic() + self._drain_s
         pause = threading.Event()
-        while self._device.num_resident() and time.monotonic() < deadline:
+        while self._device.num_resident() and time.monotonic() < deadline and not self._failed.is_set():
             pause.wait(DRAIN_POLL_S)  # the device thread tells nobody when it becomes idle
         self._servicer.close_streams()
         self._server.stop(STOP_GRACE_S).wait()
         self._device.stop(DEVICE_STOP_S)
-        self._target.channels.close()
+        self._target.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _fail(self) -> None:
+        self._failed.set()
+        self._health.enter_graceful_shutdown()  # says NOT_SERVING from now on
+        self._on_failure()

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 FORBIDDEN_OUTSIDE: dict[str, frozenset[str]] = {
     "kernels": frozenset({"grpc", "google", "pydantic", "transformers"}),
     "kernels/layout.py": frozenset({"torch", "triton"}),
+    "kernels/sharding.py": frozenset({"torch", "triton"}),
     "engine": frozenset({"grpc", "google"}),
     "gateway": frozenset({"torch", "transformers", "triton"}),
 }

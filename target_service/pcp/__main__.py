@@ -1,0 +1,103 @@
+"""How does a rank that is not rank 0 run? `python -m target_service.pcp`, started by rank 0 and by nobody else.
+
+Loads the model, meets the others, and runs every step that rank 0 orders, until the board is closed. It has no state
+but its KV cache. Any mistake ends the process, and with it, by rank 0's watch, the whole target: a rank that went on
+after an error would leave the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from engine.errors import OutriderError, RanksLost
+from engine.leash import tie_to_parent
+from target_service.config import TargetConfig
+from target_service.model import load_model, make_backends, prepare_device
+from target_service.pcp.board import Board, RankState
+from target_service.pcp.forward import RankForward
+from target_service.pcp.group import TorchGroup, choose_backend
+from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, RankArguments
+from target_service.pcp.warm import warm_up
+
+_log = logging.getLogger(__name__)
+
+TAKE_S = 1.0
+LOST_STATUS = 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve rank 0's orders. Returns the exit status: 0: the board was closed; 2: the model cannot be loaded."""
+    parser = argparse.ArgumentParser(prog="target_service.pcp", description="A rank of Outrider's target service.")
+    parser.add_argument("arguments", help="what rank 0 tells it, as JSON")
+    told = RankArguments.model_validate_json(parser.parse_args(arguments).arguments)
+    tie_to_parent(told.parent_pid, sys.stdin.fileno(), LOST_STATUS)
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the service, which ends its ranks when it is done
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname)s rank {told.rank} %(name)s: %(message)s", force=True
+    )
+    try:
+        serve(told)
+    except RanksLost as error:
+        _log.error("%s", error)
+        return LOST_STATUS
+    except OutriderError as error:
+        print(f"target_service rank {told.rank}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def serve(told: RankArguments) -> None:
+    """Load, join, run."""
+    config: TargetConfig = told.config
+    board = Board.attach(told.board_name, config.pcp_size, told.order_bytes)
+    threading.Thread(target=_beat, args=(board, told.rank), name="beat", daemon=True).start()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    backend = choose_backend(config.pcp_backend, torch.device(config.device), config.pcp_size)
+    device = prepare_device(config, told.rank)
+    model = load_model(config, Path(told.model_directory), device)
+    piece_backends = make_backends(config, model.decoder)
+    if model.decoder.device.type == "cuda":
+        warm_up(model, (model.attention_backends, piece_backends), config.max_step_tokens)
+    board.set_state(told.rank, RankState.LOADED)
+    while not board.wait_joining(TAKE_S):
+        if board.closed:
+            return
+    group = TorchGroup(told.rank, config.pcp_size, backend, told.port, device, JOIN_TIMEOUT_S, config.pcp_timeout_s)
+    board.set_state(told.rank, RankState.JOINED)
+    forward = RankForward(
+        model.decoder,
+        model.kv,
+        model.attention_backends,
+        piece_backends,
+        group,
+        model.max_model_len,
+        model.token_work,
+    )
+    seq = 1
+    while not board.closed:
+        order = board.take(told.rank, seq, TAKE_S)
+        if order is not None:
+            forward.run(order)
+            forward.forget_times()
+            seq += 1
+    group.close()
+
+
+def _beat(board: Board, rank: int) -> None:
+    pause = threading.Event()
+    while not board.closed:
+        board.beat(rank)
+        pause.wait(BEAT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""How does one rank run its share of a step?
+
+From a StepOrder to hidden states: shard, forward over the local batch, then gather what somebody needs to rank 0 and
+put it back in the step's order. All ranks call `run` with the same order; only rank 0 gets results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.decoder import Decoder, ForwardOutput
+from engine.kv_cache import KVCache
+from kernels.attention.interface import AttentionBackend, AttentionPlan
+from kernels.layout import Int64Array, make_positions, make_query_start_loc, make_slot_mapping
+from kernels.sharding import RankShard, StepShards, shard_step
+from target_service.pcp.exchange import KvExchange, plan_attention
+from target_service.pcp.group import RankGroup, Stopwatch
+from target_service.pcp.order import StepOrder
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedOutput:
+    """What rank 0 has of a step. logit_hidden: [N, H] of the tokens that need logits; captured: [T, A * H]. None where
+    nobody needs any, and on the other ranks.
+    """
+
+    logit_hidden: torch.Tensor | None
+    captured: torch.Tensor | None
+    shards: StepShards
+
+
+class RowGather:
+    """Brings rows of local tensors to rank 0, in the step's order. Made before the forward, so that nothing is uploaded
+    between it and the collective.
+    """
+
+    def __init__(
+        self, group: RankGroup, shards: StepShards, tokens: Int64Array, device: torch.device, watch: Stopwatch
+    ) -> None:
+        """tokens: the step's tokens whose rows are wanted, ascending."""
+        self._group = group
+        self._watch = watch
+        wanted = np.zeros(shards.num_tokens, dtype=np.bool_)
+        wanted[tokens] = True
+        of_rank = [np.flatnonzero(wanted[shard.tokens]) for shard in shards.ranks]
+        self._padded = max(len(rows) for rows in of_rank)
+        self._rows = torch.from_numpy(of_rank[group.rank]).to(device)
+        place = np.empty(shards.num_tokens, dtype=np.int64)
+        for rank, (shard, rows) in enumerate(zip(shards.ranks, of_rank, strict=True)):
+            place[shard.tokens[rows]] = rank * self._padded + np.arange(len(rows))
+        self._place = torch.from_numpy(place[tokens]).to(device) if group.rank == 0 else None
+
+    def run(self, local: torch.Tensor) -> torch.Tensor | None:
+        """local: [>= n, H] of this rank's tokens. Returns [len(tokens), H] on rank 0."""
+        send = local.new_zeros((self._padded, local.shape[1]))
+        send[: self._rows.shape[0]] = local.index_select(0, self._rows)
+        with self._watch.running():
+            gathered = self._group.gather(send)
+        if gathered is None or self._place is None:
+            return None
+        return gathered.index_select(0, self._place)
+
+
+class RankForward:
+    """One rank's model, KV cache and attention backends. Used by one thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        whole_backends: Sequence[AttentionBackend],
+        piece_backends: Sequence[AttentionBackend],
+        group: RankGroup,
+        max_model_len: int,
+        token_work: int,
+    ) -> None:
+        """whole_backends, piece_backends: one each per KV group, other objects: plans of both are in use at once."""
+        self._decoder = decoder
+        self._kv = kv
+        self._whole_backends = tuple(whole_backends)
+        self._piece_backends = tuple(piece_backends)
+        self._group = group
+        self._max_model_len = max_model_len
+        self._token_work = token_work
+        self._watch = Stopwatch(kv.device)
+
+    def take_collective_ms(self) -> float:
+        """How long this rank has stood in collectives since the last call; see Stopwatch.take_ms."""
+        return self._watch.take_ms()
+
+    def forget_times(self) -> None:
+        """Count from now on: for ranks that nobody asks."""
+        self._watch.reset()
+
+    @torch.inference_mode()
+    def run(self, order: StepOrder) -> ShardedOutput:
+        """Run this rank's share of a step that has tokens."""
+        group, device = self._group, self._kv.device
+        shards = shard_step(order.context_lens, order.query_lens, order.splits, group.size, self._token_work)
+        shard = shards.ranks[group.rank]
+        slots = make_slot_mapping(
+            order.block_tables,
+            make_positions(order.context_lens, order.query_lens),
+            make_query_start_loc(order.query_lens),
+            self._kv.block_size,
+            self._max_model_len,
+            order.num_tokens,
+        )
+        wanted = _logit_tokens(order)
+        gather_logits = RowGather(group, shards, wanted, device, self._watch) if len(wanted) else None
+        gather_all = None
+        if order.hidden_layers:
+            tokens = np.arange(order.num_tokens, dtype=np.int64)
+            gather_all = RowGather(group, shards, tokens, device, self._watch)
+        exchange = KvExchange(group, shards, slots, device, self._watch)
+        plans = plan_attention(
+            exchange, shard, slots, order.block_tables, self._whole_backends, self._piece_backends, device
+        )
+        output = self._forward(order, shard, plans)
+        exchange.finish()
+        logit_hidden = None if gather_logits is None else gather_logits.run(output.hidden)
+        captured = None if gather_all is None or output.captured is None else gather_all.run(output.captured)
+        return ShardedOutput(logit_hidden, captured, shards)
+
+    def _forward(self, order: StepOrder, shard: RankShard, plans: Sequence[AttentionPlan]) -> ForwardOutput:
+        """The local batch. An empty rank runs one token of no row, so that it is in every exchange."""
+        input_ids, positions = order.input_ids[shard.tokens], shard.positions
+        if not shard.num_tokens:
+            input_ids = positions = np.zeros(1, dtype=np.int64)
+        device = self._kv.device
+        return self._decoder.forward(
+            torch.from_numpy(input_ids).to(device),
+            torch.from_numpy(positions).to(device),
+            plans,
+            self._kv,
+            order.hidden_layers,
+        )
+
+
+def _logit_tokens(order: StepOrder) -> Int64Array:
+    """The step's tokens that need logits, ascending."""
+    ends = np.cumsum(order.query_lens)
+    total = int(order.num_logits.sum())
+    # Of each row the first wanted token less the number of wanted ones before it: counting on from there is right.
+    return np.repeat(ends - np.cumsum(order.num_logits), order.num_logits) + np.arange(total, dtype=np.int64)

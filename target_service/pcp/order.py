@@ -1,0 +1,99 @@
+"""What does rank 0 tell the other ranks of a step?
+
+Everything that decides what a rank runs: the rows that run, their lengths, blocks and input ids, which rows need
+logits, which layers the drafter wants. All ranks, rank 0 included, work from the same order, so no rank ever decides
+by something that another does not know. Encoded as int64 and int32 arrays behind a header, to be read in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.layout import BoolArray, Int32Array, Int64Array, blocks_needed
+
+_HEADER_WORDS = 6  # rows, tokens, columns of the block tables, hidden layers, and two spare
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """A step's R rows that run, T tokens.
+
+    context_lens, query_lens, num_logits: [R] int64; num_logits: how many of a row's last tokens need logits.
+    splits: [R] bool, prompt chunks. input_ids: [T] int64. block_tables: [R, B] int32, B: as many as the longest row
+    needs. hidden_layers: whose output the drafter wants, for every token.
+    """
+
+    context_lens: Int64Array
+    query_lens: Int64Array
+    num_logits: Int64Array
+    splits: BoolArray
+    input_ids: Int64Array
+    block_tables: Int32Array
+    hidden_layers: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return int(self.query_lens.shape[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.input_ids.shape[0])
+
+    def encode_into(self, buffer: memoryview) -> int:
+        """Write it to the start of `buffer` and return how many bytes it took. ValueError where it does not fit."""
+        num_rows, columns = self.block_tables.shape
+        header = np.array([num_rows, self.num_tokens, columns, len(self.hidden_layers), 0, 0], dtype=np.int64)
+        layers = np.array(self.hidden_layers, dtype=np.int64)
+        parts: Sequence[np.ndarray] = (
+            header,
+            self.context_lens,
+            self.query_lens,
+            self.num_logits,
+            self.splits.astype(np.int64),
+            layers,
+            self.input_ids,
+            self.block_tables.reshape(-1),
+        )
+        num_bytes = sum(part.nbytes for part in parts)
+        if num_bytes > len(buffer):
+            raise ValueError(f"a step of {num_bytes} bytes does not fit {len(buffer)}")
+        flat = np.frombuffer(buffer, dtype=np.uint8)
+        offset = 0
+        for part in parts:
+            flat[offset : offset + part.nbytes] = np.ascontiguousarray(part).view(np.uint8)
+            offset += part.nbytes
+        return num_bytes
+
+    @classmethod
+    def decode(cls, buffer: memoryview) -> StepOrder:
+        """What `encode_into` wrote; copies, so that the buffer may be written again."""
+        num_rows, num_tokens, columns, num_layers = np.frombuffer(buffer, np.int64, _HEADER_WORDS).tolist()[:4]
+        words = np.frombuffer(buffer, np.int64, 4 * num_rows + num_layers + num_tokens, _HEADER_WORDS * 8).copy()
+        cuts = np.cumsum([num_rows, num_rows, num_rows, num_rows, num_layers])
+        contexts, lens, num_logits, splits, layers, input_ids = np.split(words, cuts)
+        tables = np.frombuffer(buffer, np.int32, num_rows * columns, _HEADER_WORDS * 8 + words.nbytes)
+        return cls(
+            contexts,
+            lens,
+            num_logits,
+            splits.astype(np.bool_),
+            input_ids,
+            tables.reshape(num_rows, columns).copy(),
+            tuple(layers.tolist()),
+        )
+
+
+def most_bytes(max_rows: int, max_tokens: int, max_blocks: int, num_layers: int) -> int:
+    """The largest order that a target with these limits can give."""
+    return 8 * (_HEADER_WORDS + 4 * max_rows + num_layers + max_tokens) + 4 * max_rows * max_blocks
+
+
+def table_columns(context_lens: Int64Array, query_lens: Int64Array, block_size: int) -> int:
+    """How many columns of the block tables the longest row needs."""
+    longest = int((context_lens + query_lens).max(initial=0))
+    return blocks_needed(longest, block_size)

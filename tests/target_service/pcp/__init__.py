@@ -1,0 +1,1 @@
+"""Tests of ranks: sharded steps, the board, processes that die."""
