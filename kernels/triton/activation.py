@@ -11,7 +11,7 @@ from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_opti
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["row_stride"])
+@triton.jit
 def _silu_mul(gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_launch_dependents()

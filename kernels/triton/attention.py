@@ -65,7 +65,7 @@ def _split_len(num_keys, stretch, max_splits, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        *("q_stride", "table_stride", "num_rows", "scale_log2"),
+        *("num_rows", "scale_log2"),
         *("programs", "few_keys", "many_keys", "max_splits"),
     ]
 )

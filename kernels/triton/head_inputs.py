@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["hidden_stride"])
+@triton.jit
 def _head_inputs(
     ids_ptr,
     embed_ptr,

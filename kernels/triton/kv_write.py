@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["k_stride", "v_stride", "num_elements"])
+@triton.jit
 def _write(
     k_ptr,
     v_ptr,

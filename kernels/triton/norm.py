@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
 
 
-@triton.jit(do_not_specialize=["x_stride", "residual_stride", "total_stride"])
+@triton.jit
 def _rms_norm(
     x_ptr,
     residual_ptr,

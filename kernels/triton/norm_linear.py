@@ -40,7 +40,7 @@ def _total(x_ptr, residual_ptr, offsets, mask, HAS_RESIDUAL: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "total_stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_linear(
     x_ptr,
     residual_ptr,

@@ -84,7 +84,7 @@ def _turn(
     return new_best, total, mixed, next_blocks
 
 
-@triton.jit(do_not_specialize=["q_stride", "table_stride", "num_rows", "scale_log2"])
+@triton.jit(do_not_specialize=["num_rows", "scale_log2"])
 def attend_long_rows(
     q_ptr,
     k_cache_ptr,

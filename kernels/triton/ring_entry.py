@@ -14,11 +14,7 @@ _BLOCK_HIDDEN = 2048
 _BLOCK_TABLE = 1024
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("epoch", "num_rows", "max_tokens", "table_width", "table_stride", "out_table_stride", "hidden_stride")
-    ]
-)
+@triton.jit(do_not_specialize=[*("epoch", "num_rows", "max_tokens", "table_width", "table_stride", "out_table_stride")])
 def _ring_entry(
     epoch,
     num_rows,

@@ -25,7 +25,7 @@ def rotate_heads(x_ptr, stride, token, heads, num_heads, cos, sin, halves, HALF:
     return first * cos - second * sin, second * cos + first * sin, offsets, mask
 
 
-@triton.jit(do_not_specialize=["q_stride", "k_stride", "angle_stride"])
+@triton.jit
 def _rope(
     q_ptr,
     k_ptr,

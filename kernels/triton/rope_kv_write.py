@@ -13,7 +13,7 @@ from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_opti
 from kernels.triton.rope import BLOCK_HEADS, rotate_heads
 
 
-@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride", "angle_stride"])
+@triton.jit
 def _rope_kv_write(
     q_ptr,
     k_ptr,

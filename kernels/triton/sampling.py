@@ -65,7 +65,7 @@ def best_of_chunks(bests_ptr, scores_ptr, tokens_ptr, temperature, NUM_CHUNKS: t
     return tl.load(tokens_ptr + winner)
 
 
-@triton.jit(do_not_specialize=["stream", "row_stride"])
+@triton.jit(do_not_specialize=["stream"])
 def _draw(
     logits_ptr,
     temperature_ptr,
@@ -194,7 +194,7 @@ def _bisect(row_ptr, wanted, best, temperature, COUNT: tl.constexpr, vocab: tl.c
     return low
 
 
-@triton.jit(do_not_specialize=["row_stride"])
+@triton.jit
 def _filter(
     logits_ptr,
     temperature_ptr,

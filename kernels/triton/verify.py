@@ -39,7 +39,7 @@ def _weighs(match_only_ptr, has_probs_ptr, row, temperature, WITH_PROBS: tl.cons
     return weighs
 
 
-@triton.jit(do_not_specialize=["row_stride", "drafts_stride"])
+@triton.jit(do_not_specialize=["drafts_stride"])
 def _scan(
     logits_ptr,
     starts_ptr,
@@ -115,7 +115,7 @@ def _best_and_sum(bests_ptr, sums_ptr, temperature, NUM_CHUNKS: tl.constexpr, BL
     return best, tl.sum(sums * tl.exp(-behind_best(bests, best, temperature)), axis=0)
 
 
-@triton.jit(do_not_specialize=["row_stride", "drafts_stride", "probs_row_stride", "probs_stride"])
+@triton.jit(do_not_specialize=["drafts_stride"])
 def _weigh(
     logits_ptr,
     starts_ptr,
@@ -195,7 +195,7 @@ def _replacement(residuals_ptr, tokens_ptr, NUM_CHUNKS: tl.constexpr, BLOCK: tl.
     return tl.load(tokens_ptr + tl.where(empty, NUM_CHUNKS, 0) + winner)
 
 
-@triton.jit(do_not_specialize=["row_stride", "drafts_stride", "probs_row_stride", "probs_stride"])
+@triton.jit(do_not_specialize=["drafts_stride"])
 def _walk(
     logits_ptr,
     starts_ptr,
