@@ -13,7 +13,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 import torch
@@ -164,17 +164,16 @@ class CudaDevice:
     def _enqueue(self, function: str, stream: Hashable, page: DevicePage, offset: int, value: int, flags: int) -> None:
         assert isinstance(stream, torch.cuda.Stream)
         assert isinstance(page, _Page)
-        if torch.cuda.is_current_stream_capturing():
-            # The number would be frozen into the graph, and every replay but the first find it reached.
-            raise ChannelError("channel: waits and publications cannot be captured in a graph")
-        arguments = (stream.cuda_stream, page.address.value + offset, value & LOW_32_BITS, flags)
         current = c_void_p()
         self._library.call("cuCtxGetCurrent", byref(current))
-        if current.value == self._context:
-            self._library.call(function, *arguments)
-            return
-        with self._in_context():
-            self._library.call(function, *arguments)
+        with nullcontext() if current.value == self._context else self._in_context():
+            capturing = c_int()
+            self._library.call("cuStreamIsCapturing", stream.cuda_stream, byref(capturing))
+            if capturing.value:
+                # The number would be frozen into the graph, and every replay but the first find it reached.
+                raise ChannelError("channel: waits and publications cannot be captured in a graph")
+            address = page.address.value + offset
+            self._library.call(function, stream.cuda_stream, address, value & LOW_32_BITS, flags)
 
     def _wrap(self, block: _Block) -> torch.Tensor:
         """The block as a tensor that claims this device, whichever the memory lies on, and keeps the block alive."""

@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuEventQuery": (c_void_p,),
     "cuEventElapsedTime": (POINTER(c_float), c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
+    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
 }

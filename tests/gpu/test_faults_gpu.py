@@ -6,6 +6,7 @@ undisturbed run, no stream may hang, and the GPU's memory must come back.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,12 +18,13 @@ from tests.end_to_end.variants import prompts
 from tests.gpu.fleet import DEVICE, DRAFTER_DEVICE, GPU_INDEX, NEEDS_GPU, device_section
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [NEEDS_GPU, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [NEEDS_GPU, pytest.mark.slow, pytest.mark.timeout(90)]
 
-NUM_TOKENS = 1500 if DEVICE != "cpu" else 300
+NUM_TOKENS = 600 if DEVICE != "cpu" else 300
 NUM_STREAMS = 6
 DRAFT_LEN = 4
-KILLS = 3
+KILLS = 2
+DEADLINE_S = 30  # of an answer that is disturbed
 LEAK_BYTES = 32 << 20  # less than the least that a process holds on a GPU
 DRAFTED = "outrider_draft_tokens_total"
 
@@ -57,9 +59,9 @@ def _under_load(stack: Stack) -> list[Reader]:
     return readers
 
 
-def _all_as_expected(readers: list[Reader], expected: list[list[int]]) -> None:
+def _all_as_expected(readers: list[Reader], expected: list[list[int]], deadline_s: float = DEADLINE_S) -> None:
     for reader, tokens in zip(readers, expected, strict=True):
-        reader.finish(120)
+        reader.finish(deadline_s)
         assert reader.token_ids == tokens  # none twice, none missing
 
 
@@ -70,7 +72,7 @@ def _wait_drafting(stack: Stack) -> None:
         stack.complete([5, 6, 7], 8, draft_len=DRAFT_LEN, ignore_eos=True)
         return stack.metrics()[DRAFTED] > before
 
-    stack.wait_until("drafting is back", drafted, 60)
+    stack.wait_until("drafting is back", drafted, DEADLINE_S)
 
 
 def test_drafter_killed_under_load_again_and_again(stack: Stack, expected: list[list[int]]) -> None:
@@ -78,22 +80,28 @@ def test_drafter_killed_under_load_again_and_again(stack: Stack, expected: list[
     used: list[int] = []
     for _ in range(KILLS):
         _wait_drafting(stack)
-        used.append(gpu.memory_used() or 0)
         readers = _under_load(stack)
+        start = time.monotonic()
         stack.kill("drafter")
         _all_as_expected(readers, expected)
+        print(f"all answers {time.monotonic() - start:.2f} s after the kill")
         stack.start("drafter")
         stack.wait_serving("target", "drafter")
-    _wait_drafting(stack)
-    grown = [after - used[0] for after in (*used[1:], gpu.memory_used() or 0)]
+        _wait_drafting(stack)
+        print(f"drafting again {time.monotonic() - start:.2f} s after the kill")
+        used.append(gpu.memory_used() or 0)
+    # From the first kill on: what the target keeps for steps under load, it has by then.
+    grown = [after - used[0] for after in used[1:]]
     assert max(grown) < LEAK_BYTES, grown
 
 
 def test_drafter_stands_still(stack: Stack, expected: list[list[int]]) -> None:
     _wait_drafting(stack)
     readers = _under_load(stack)
+    start = time.monotonic()
     with stack.paused("drafter"):
         _all_as_expected(readers, expected)
+    print(f"all answers {time.monotonic() - start:.2f} s after the stop")
     _wait_drafting(stack)
 
 
@@ -101,8 +109,10 @@ def test_target_killed_under_load(stack: Stack, expected: list[list[int]]) -> No
     readers = _under_load(stack)
     stack.kill("target")
     assert stack.processes["drafter"].poll() is None
+    start = time.monotonic()
     stack.start("target")
-    _all_as_expected(readers, expected)
+    _all_as_expected(readers, expected, 2 * DEADLINE_S)  # a target must load first
+    print(f"all answers {time.monotonic() - start:.2f} s after the kill")
     assert stack.processes["drafter"].poll() is None, stack.log("drafter")
     _wait_drafting(stack)
 
