@@ -145,6 +145,8 @@ class DeviceThread:
             if flight is not None:
                 self._core.land(flight)
             elif job is not None:
+                self._core.land_done()  # nobody shall wait for what is known while the next step waits for its drafts
+                self._tell()
                 self._carry_out(job)
             elif self._core.idle():
                 poll_s = 0.0  # there may be more to do

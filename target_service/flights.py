@@ -17,6 +17,10 @@ from target_service.sessions import Session
 class Landing(Protocol):
     """How one learns that the device is done with a step."""
 
+    def done(self) -> bool:
+        """Whether it is. Does not wait."""
+        ...
+
     def wait(self) -> None:
         """Block until it is. Any thread; may be called again."""
         ...

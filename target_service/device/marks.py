@@ -34,6 +34,10 @@ class Marks:
         else:
             self._times[point] = time.perf_counter()
 
+    def done(self) -> bool:
+        """Whether the device has come past ENDED."""
+        return self._events is None or self._events[ENDED].query()
+
     def wait(self) -> None:
         """Block until the device has come past ENDED."""
         if self._events is not None:
