@@ -3,10 +3,11 @@
     python -m benchmarks.pcp_steps [--sizes 1 2] [--model DIR --load-format dummy] [--prompts 2048 16384 65536]
                                    [--batches 1 16 64 256]
 
-Starts targets of every `pcp_size`, side by side (the GPUs' memory takes them all), and uses them in turn: first a
-tiny model in fp32 whose tokens must not depend on the size; then, at the model's size, whole prompts, alone, and verify
-steps of rows of 1 + 3 tokens. Reported: milliseconds, of which in collectives on rank 0, and how much faster than one
-rank. A table, then JSON. `--device cpu` with a tiny model is a dry run over gloo.
+Starts targets of every `pcp_size`, side by side (the GPUs' memory takes them all), and uses them in turn: first a tiny
+model in fp32 whose tokens must not depend on the size; then, at the model's size, whole prompts, alone, and verify
+steps of rows of 1 + 3 tokens. Reported: milliseconds, of which in collectives on rank 0, how much faster than one rank,
+and what the model of `benchmarks.pcp` says of both. A table, then JSON. `--device cpu` with a tiny model is a dry run
+over gloo.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.pcp import Node, prompt_model, step_model
 from benchmarks.plan_driver import Load, PlanDriver, Timeline, run_driver
 from benchmarks.services import Services
 from benchmarks.shared_gpu import has_gpu
@@ -109,7 +111,8 @@ async def time_verify(driver: PlanDriver, rows: int, setting: Setting, vocab_siz
 
 async def measure(setting: Setting, services: dict[int, Services], console: Console) -> dict[str, Any]:
     """Prompts and verify steps by size."""
-    vocab_size = ModelConfig.from_directory(setting.model).vocab_size
+    model, node = ModelConfig.from_directory(setting.model), Node()
+    vocab_size = model.vocab_size
     found: dict[str, Any] = {"prefill": {}, "verify": {}}
     async with AsyncExitStack() as stack:
         drivers = {}
@@ -123,7 +126,10 @@ async def measure(setting: Setting, services: dict[int, Services], console: Cons
                     timed = await time_prompt(driver, length, vocab_size)
                     if repeat >= 0:
                         times[size].append(timed)
-            found["prefill"][str(length)] = entries = by_size(times)
+            predicted = {
+                size: prompt_model(length, setting.max_step_tokens, size, model, node)["ms"] for size in drivers
+            }
+            found["prefill"][str(length)] = entries = by_size(times, predicted)
             console.print(f"prompt of {length}: {entries}", highlight=False)
         for rows in setting.batches:
             timelines = {size: await time_verify(driver, rows, setting, vocab_size) for size, driver in drivers.items()}
@@ -131,14 +137,20 @@ async def measure(setting: Setting, services: dict[int, Services], console: Cons
                 {
                     size: [(time, collective_ms(timeline.results)) for time in timeline.step_times_ms(4, 2)]
                     for size, timeline in timelines.items()
-                }
+                },
+                {
+                    size: step_model([(setting.context_len, 1 + VERIFY_LEN, False)] * rows, size, model, node)["ms"]
+                    for size in drivers
+                },
             )
             console.print(f"{rows} rows: {entries}", highlight=False)
     return found
 
 
-def by_size(times: dict[int, list[tuple[float, float | None]]]) -> dict[str, Any]:
-    """Median milliseconds by size, of them in collectives, and the speed-up over the first size."""
+def by_size(times: dict[int, list[tuple[float, float | None]]], predicted: dict[int, float]) -> dict[str, Any]:
+    """Median milliseconds by size, of them in collectives, and the speed-up over the first size. predicted:
+    milliseconds by the model.
+    """
     medians = {size: statistics.median(total for total, _ in values) for size, values in times.items()}
     first = next(iter(medians.values()))
     found = {}
@@ -148,6 +160,8 @@ def by_size(times: dict[int, list[tuple[float, float | None]]]) -> dict[str, Any
             "ms": round(medians[size], 3),
             "collective_ms": round(statistics.median(inside), 3) if inside else None,
             "speed_up": round(first / medians[size], 3),
+            "predicted_ms": round(predicted[size], 3),
+            "predicted_speed_up": round(next(iter(predicted.values())) / predicted[size], 3),
         }
     return found
 
@@ -191,12 +205,19 @@ def start(setting: Setting, scratch: Path, stack: ExitStack) -> tuple[dict[int, 
 
 
 def print_table(result: dict[str, Any]) -> None:
-    table = Table("step", "ranks", "ms", "in collectives", "x one rank", title=f"{result['model']}, {result['device']}")
+    columns = ("step", "ranks", "ms", "in collectives", "x one rank", "predicted ms", "x")
+    table = Table(*columns, title=f"{result['model']}, {result['device']}")
     for kind, entries in (("prompt of {}", result["prefill"]), ("{} verify rows", result["verify"])):
         for name, by in entries.items():
             for size, row in by.items():
-                cells = (f"{row['ms']:.2f}", str(row["collective_ms"]), f"{row['speed_up']:.2f}")
-                table.add_row(kind.format(name), size, *cells)
+                cells = (
+                    row["ms"],
+                    row["collective_ms"],
+                    row["speed_up"],
+                    row["predicted_ms"],
+                    row["predicted_speed_up"],
+                )
+                table.add_row(kind.format(name), size, *map(str, cells))
     Console(width=110).print(table)
     print("same tokens as one rank:", result["same_tokens"])
 
