@@ -337,11 +337,14 @@ def attend(
         "MAX_SHORT": SHORT_LEN,
         "BLOCK_ROWS": block_rows,
     }
-    splitting = (tiling.num_programs, tiling.few_keys, tiling.many_keys, max_splits)
     short_tile = max(16, triton.next_power_of_2(triton.next_power_of_2(short_len) * group))
     wide = _INTERPRETED or q.dtype == torch.float32
     overlap = overlap_options(q.device)
-    registers = {} if _INTERPRETED or wide or short_tile > 32 else {"maxnreg": tiling.registers}
+    # Larger tiles leave a multiprocessor room for two programs where it has it for three.
+    small = short_tile * head_dim <= 16 * 128
+    programs = tiling.num_programs if small else max(1, tiling.num_programs * 2 // 3)
+    registers = {"maxnreg": tiling.registers} if small and not wide else {}
+    splitting = (programs, tiling.few_keys, tiling.many_keys, max_splits)
     layer = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -350,7 +353,7 @@ def attend(
     }
     inputs = (q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, out)
     sizes = (scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_rows)
-    _attend[(min(tiling.num_programs, num_rows * max_splits * num_kv_heads),)](
+    _attend[(min(programs, num_rows * max_splits * num_kv_heads),)](
         *inputs,
         partial,
         stats,
