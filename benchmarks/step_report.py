@@ -81,7 +81,7 @@ def summary(setting: Setting, samples: dict[int, dict[str, list[Sample]]], bandw
                 num_bytes += proposal_bytes(head, item_size, batch, context_len, setting.draft_len)
             step_ms, floor_ms = statistics.median(times), 1e3 * num_bytes / bandwidth
             busy = [sample.busy for sample in rounds if sample.busy is not None]
-            target = middles(results, "wait_ms", "forward_ms", "verify_ms", "total_ms")
+            target = middles(results, "wait_ms", "forward_ms", "verify_ms", "total_ms", "launch_ms")
             drafter = middles(
                 reports, "wait_ms", "prefill_ms", "draft_ms", "total_ms", "metadata_builds", "metadata_launches"
             )
@@ -156,7 +156,8 @@ def print_table(result: dict[str, Any]) -> None:
             host = " + ".join(f"{value:.2f}" for value in row["host_ms"].values())
             busy, hop = row["by_events"].get("busy", row["gpu_busy"]), row["by_events"].get("hop_us", "")
             builds = row["drafter"].get("metadata_builds", "")
-            cells = (row["tokens_per_row"], row["floor_ms"], row["over_floor"], busy, host, builds, hop)
+            launch = round(1e3 * row["target"]["launch_ms"])
+            cells = (row["tokens_per_row"], row["floor_ms"], row["over_floor"], busy, host, builds, launch, hop)
             table.add_row(batch, f"{way} {WAYS[way]}", f"{row['step_ms']:.3f}", *map(str, cells))
         rest = {key: value for key, value in figures.items() if key != "ways"}
         table.add_row(batch, *(f"{key} {value}" for key, value in rest.items()), end_section=True)
