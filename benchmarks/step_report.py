@@ -148,6 +148,7 @@ def print_table(result: dict[str, Any]) -> None:
         "GPU busy",
         "host ms",
         "builds",
+        "launch us",
         "hop us",
     ):
         table.add_column(column, justify="right")
