@@ -13,7 +13,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 import torch
@@ -25,6 +25,7 @@ from engine.cuda.library import (
     HOST_REGISTER_PORTABLE,
     IPC_HANDLE_BYTES,
     IPC_LAZY_ENABLE_PEER_ACCESS,
+    STREAM_NON_BLOCKING,
     STREAM_WAIT_GEQ,
     STREAM_WRITE_DEFAULT,
     CudaLibrary,
@@ -76,13 +77,8 @@ class CudaDevice:
             block = _Block(address.value, num_bytes, release)
             handle = IpcMemHandle()
             self._library.call("cuIpcGetMemHandle", byref(handle), address.value)
-        memory = self._wrap(block)
-        # In a stream of its own: the usual ones may be waiting for a peer, and no step may come before the zeros.
-        stream = torch.cuda.Stream(self.device)
-        with _as_channel_error("zeroing"), torch.cuda.stream(stream):
-            memory.zero_()
-            stream.synchronize()
-        return DeviceExport(memory, bytes(handle.data))
+            self._zero(address.value, size)
+        return DeviceExport(self._wrap(block), bytes(handle.data))
 
     def open(self, handle: bytes, num_bytes: int, uuid: str, on_closed: Callable[[], None]) -> torch.Tensor:
         """See StreamDriver.open."""
@@ -157,9 +153,21 @@ class CudaDevice:
         event = c_void_p()
         with self._in_context():
             self._library.call("cuEventCreate", byref(event), EVENT_DISABLE_TIMING)
-            mark = _Mark(self._library, event)
+            mark = _Mark(self._in_context, self._library, event)
             self._library.call("cuEventRecord", event, stream.cuda_stream)
         return mark
+
+    def _zero(self, address: int, num_bytes: int) -> None:
+        """At once, in a stream of its own: any other may be waiting for a peer. torch's come from a pool, again and
+        again.
+        """
+        stream = c_void_p()
+        self._library.call("cuStreamCreate", byref(stream), STREAM_NON_BLOCKING)
+        try:
+            self._library.call("cuMemsetD8Async", address, 0, num_bytes, stream)
+            self._library.call("cuStreamSynchronize", stream)
+        finally:
+            self._library.call("cuStreamDestroy_v2", stream)
 
     def _enqueue(self, function: str, stream: Hashable, page: DevicePage, offset: int, value: int, flags: int) -> None:
         assert isinstance(stream, torch.cuda.Stream)
@@ -237,13 +245,27 @@ class _Page:
 class _Mark:
     """A point of a stream: calling it tells whether the stream has passed it. ChannelError: the device has failed."""
 
-    def __init__(self, library: CudaLibrary, event: c_void_p) -> None:
+    def __init__(
+        self, in_context: Callable[[], AbstractContextManager[None]], library: CudaLibrary, event: c_void_p
+    ) -> None:
+        self._in_context = in_context
         self._library = library
         self._event = event
-        weakref.finalize(self, _quietly, library, "cuEventDestroy_v2", event).atexit = False
+        weakref.finalize(self, _destroy_event, in_context, library, event).atexit = False
 
     def __call__(self) -> bool:
-        return self._library.is_ready("cuEventQuery", self._event)
+        with self._in_context():
+            return self._library.is_ready("cuEventQuery", self._event)
+
+
+def _destroy_event(
+    in_context: Callable[[], AbstractContextManager[None]], library: CudaLibrary, event: c_void_p
+) -> None:
+    try:
+        with in_context():
+            library.call("cuEventDestroy_v2", event)
+    except ChannelError as error:
+        _log.warning("%s", error)
 
 
 def _aside(free: Callable[[], None]) -> None:
@@ -251,15 +273,6 @@ def _aside(free: Callable[[], None]) -> None:
     a peer, and the last view may go in the thread that steps.
     """
     threading.Thread(target=free, name="give-back", daemon=True).start()
-
-
-@contextmanager
-def _as_channel_error(what: str) -> Iterator[None]:
-    """torch has a RuntimeError for whatever the device says."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ChannelError(f"{what}: {error}") from error
 
 
 def _ordinal(library: CudaLibrary, index: int) -> int:
@@ -276,7 +289,7 @@ def _uuid(library: CudaLibrary, ordinal: int) -> str:
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def _quietly(library: CudaLibrary, function: str, argument: object) -> None:
+def _quietly(library: CudaLibrary, function: str, argument: int) -> None:
     try:
         library.call(function, argument)
     except ChannelError as error:

@@ -20,6 +20,7 @@ HOST_REGISTER_PORTABLE = 1
 HOST_REGISTER_DEVICEMAP = 2
 STREAM_WAIT_GEQ = 0  # cyclic: waits until (int32)(*address - value) >= 0
 STREAM_WRITE_DEFAULT = 0  # behind a memory barrier for all earlier work of the stream
+STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 NOT_READY = 600
 LIBRARY = "libcuda.so.1"
@@ -64,6 +65,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuEventQuery": (c_void_p,),
     "cuEventElapsedTime": (POINTER(c_float), c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
