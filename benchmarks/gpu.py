@@ -21,7 +21,7 @@ from benchmarks.shared_gpu import has_gpu
 
 SHAPE, HEAD_SHAPE = "configs/shapes/llama-3-8b", "configs/shapes/llama-3-8b-eagle3"
 KERNEL_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "small", "tests/gpu/test_kernels_gpu.py")
-SANITIZER = ("compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9", "--tool")
+SANITIZER = ("compute-sanitizer", "--target-processes", "application-only", "--error-exitcode", "9", "--tool")
 
 
 def step_headline(result: Result) -> str:

@@ -56,7 +56,7 @@ def main() -> None:
         print(f"Nothing checked: there is no GPU, or no {SANITIZER}, here.")
         print(json.dumps({"errors": None}))
         return
-    wrapper = [SANITIZER, "--tool", options.tool, "--target-processes", "all"]
+    wrapper = [SANITIZER, "--tool", options.tool, "--target-processes", "application-only"]
     both: dict[str, Any] = {
         "device": "cuda",
         "attention": "triton",
