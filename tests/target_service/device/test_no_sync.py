@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from target_service.messages import SamplingSettings
-from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
+from tests.target_service.device.bench import DEVICE, Bench, LocalDrafter, Planner, Request, outputs_without_drafts
 from tests.target_service.device.test_equality import SETTINGS, known_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,7 +71,13 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return repeat(*arguments, **named)
 
         patched.setattr(torch, "repeat_interleave", repeated)
-        yield found
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")  # torch's own watch, over what it knows to wait
+        try:
+            yield found
+        finally:
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
 
 
 originals = {name: getattr(torch.Tensor, name) for name in READS}
