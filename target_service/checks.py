@@ -58,7 +58,7 @@ def check_step(step: StepRequest, limits: Limits) -> None:
     seen: set[str] = set()
     num_tokens = 0
     for index, row in enumerate(step.rows):
-        _check_row(f"rows[{index}]", row, limits)
+        _check_row(index, row, limits)
         if row.request_id in seen:
             raise InvalidRequest(f"rows[{index}].request_id", f"{row.request_id!r} has a row already")
         seen.add(row.request_id)
@@ -67,16 +67,22 @@ def check_step(step: StepRequest, limits: Limits) -> None:
         raise InvalidRequest("rows.query_len", f"sum {num_tokens} is above max_step_tokens {limits.max_step_tokens}")
 
 
-def _check_row(name: str, row: RowRequest, limits: Limits) -> None:
-    _check_request_id(f"{name}.request_id", row.request_id)
+def _check_row(index: int, row: RowRequest, limits: Limits) -> None:
+    # Names are only made where one is needed: this is done for every row of every step.
+    if not 1 <= len(row.request_id) <= MAX_REQUEST_ID_LEN:
+        _check_request_id(f"rows[{index}].request_id", row.request_id)
     if row.query_len == 0:
-        raise InvalidRequest(f"{name}.query_len", "must be at least 1")
+        raise InvalidRequest(f"rows[{index}].query_len", "must be at least 1")
     if row.verify_len > limits.max_verify_len:
-        raise InvalidRequest(f"{name}.verify_len", f"{row.verify_len} is above max_verify_len {limits.max_verify_len}")
+        raise InvalidRequest(
+            f"rows[{index}].verify_len", f"{row.verify_len} is above max_verify_len {limits.max_verify_len}"
+        )
     if row.verify_len > 0 and row.query_len != 1 + row.verify_len:
-        raise InvalidRequest(f"{name}.query_len", f"{row.query_len} is not 1 + verify_len ({row.verify_len})")
+        raise InvalidRequest(f"rows[{index}].query_len", f"{row.query_len} is not 1 + verify_len ({row.verify_len})")
     if row.context_len + row.query_len > limits.max_model_len + limits.max_verify_len:
-        raise InvalidRequest(f"{name}.context_len", f"{row.context_len} is past the model's {limits.max_model_len}")
+        raise InvalidRequest(
+            f"rows[{index}].context_len", f"{row.context_len} is past the model's {limits.max_model_len}"
+        )
 
 
 def _check_request_id(name: str, request_id: str) -> None:

@@ -26,12 +26,13 @@ class Landing(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FlightRow:
-    """One row of a step as it was launched. status: what the host could tell at once; OK: it is for the device to run.
+    """One row of a step as it was launched; never changed (see RowRequest).
 
-    query_len: tokens it was launched with, 0 where it was not. limit: query tokens at positions from there on do not
-    count (decode rows). num_logits: logit rows it has.
+    status: what the host could tell at once; OK: it is for the device to run. query_len: tokens it was launched with, 0
+    where it was not. limit: query tokens at positions from there on do not count (decode rows). num_logits: logit rows
+    it has.
     """
 
     request: RowRequest

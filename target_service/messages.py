@@ -56,9 +56,12 @@ class Admission:
     sampling: SamplingSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowRequest:
-    """One request's share of a step: query_len tokens on top of context_len tokens already in the KV cache."""
+    """One request's share of a step: query_len tokens on top of context_len tokens already in the KV cache.
+
+    Never changed once made. Not frozen, which would cost four times as much to make, for every row of every step.
+    """
 
     request_id: str
     epoch: int
@@ -177,9 +180,12 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowVerdict:
-    """A row's outcome. token_ids: accepted drafts, then the target's own token. context_len: committed, after it."""
+    """A row's outcome. token_ids: accepted drafts, then the target's own token. context_len: committed, after it.
+
+    Never changed once made; see RowRequest.
+    """
 
     request_id: str
     epoch: int

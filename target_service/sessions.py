@@ -59,9 +59,8 @@ class Session:
         """context_len once all that was launched has come back: exact in the prompt and while nothing is under way,
         else at most so. The last token's KV is never written.
         """
-        if not self.ahead_len:
-            return self.context_len
-        return min(self.context_len + self.ahead_len, self.max_total_len - 1)
+        bound = self.context_len + self.ahead_len
+        return self.max_total_len - 1 if self.ahead_len and bound >= self.max_total_len else bound
 
     @property
     def in_prompt(self) -> bool:

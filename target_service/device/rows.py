@@ -37,26 +37,26 @@ def plan_rows(
     for row, session in zip(step.rows, placements, strict=True):
         if session is not None and not session.started:
             sessions.start(session, row.context_len)
-    starved = _reserve_least(step, placements, blocks)
+    lengths = _lengths(step, placements, drafts_wanted)
+    starved = _reserve_least(lengths, placements, blocks)
     if starved and any(session is not None and session.rows_ahead for session in placements):
         settle()
-        starved = _reserve_least(step, placements, blocks)
+        lengths = _lengths(step, placements, drafts_wanted)
+        starved = _reserve_least(lengths, placements, blocks)
     rows: list[FlightRow] = []
-    for row, session in zip(step.rows, placements, strict=True):
+    for row, session, length in zip(step.rows, placements, lengths, strict=True):
         if session is None:
             rows.append(FlightRow(row, None, RowStatus.UNKNOWN))
-        elif session.overtaken(row):
+        elif length is None:
             rows.append(FlightRow(row, session, RowStatus.SKIPPED))
         elif session.seat in starved:
             rows.append(FlightRow(row, session, RowStatus.STARVED))
         elif session.in_prompt:
-            num_logits = 1 if row.samples else 0
-            rows.append(FlightRow(row, session, RowStatus.OK, row.query_len, 0, num_logits, is_prompt=True))
+            rows.append(FlightRow(row, session, RowStatus.OK, row.query_len, 0, 1 if row.samples else 0, True))
         else:
             query_len = row.query_len if drafts_wanted else 1
-            most = session.max_total_len - 1
-            blocks.reserve(session.seat, min(session.launched_len + query_len, most))
-            limit = min(blocks.capacity(session.seat), most)
+            blocks.reserve(session.seat, length[1])
+            limit = min(blocks.capacity(session.seat), session.max_total_len - 1)
             rows.append(FlightRow(row, session, RowStatus.OK, query_len, limit, query_len))
     return tuple(rows)
 
@@ -72,22 +72,43 @@ def look_ahead(rows: Sequence[FlightRow], blocks: RequestBlocks, max_draft_len: 
             blocks.reserve(session.seat, min(length, max_model_len))
 
 
-def _reserve_least(step: StepRequest, placements: Sequence[Session | None], blocks: RequestBlocks) -> set[int]:
+# Of a row that is to run: the tokens it must have blocks for, and those it would like to.
+_Lengths = list[tuple[int, int] | None]
+
+
+def _lengths(step: StepRequest, placements: Sequence[Session | None], drafts_wanted: bool) -> _Lengths:
+    """Of each row; None for those that have nothing to run."""
+    lengths: _Lengths = []
+    for row, session in zip(step.rows, placements, strict=True):
+        if session is None or session.overtaken(row):
+            lengths.append(None)
+            continue
+        stands = session.launched_len
+        if stands < session.num_admitted:
+            lengths.append((stands + row.query_len, stands + row.query_len))
+        else:
+            most, query_len = session.max_total_len - 1, row.query_len if drafts_wanted else 1
+            lengths.append((min(stands + 1, most), min(stands + query_len, most)))
+    return lengths
+
+
+def _reserve_least(lengths: _Lengths, placements: Sequence[Session | None], blocks: RequestBlocks) -> set[int]:
     """Get every row the blocks without which it cannot run: for its chunk, or for its anchor. Returns the seats that
     got none.
     """
-    least: dict[int, int] = {}
-    for row, session in zip(step.rows, placements, strict=True):
-        if session is None or session.overtaken(row):
-            continue
-        if session.in_prompt:
-            least[session.seat] = session.launched_len + row.query_len
-        else:
-            least[session.seat] = min(session.launched_len + 1, session.max_total_len - 1)
-    short = {seat for seat, length in least.items() if not blocks.reserve(seat, length)}
+    short = {
+        session.seat
+        for session, length in zip(placements, lengths, strict=True)
+        if session is not None and length is not None and not blocks.reserve(session.seat, length[0])
+    }
     if not short:
         return short
     # Blocks that were for drafts of earlier steps. Steps under way write below the bound, so nothing of theirs goes.
+    least = {
+        session.seat: length[0]
+        for session, length in zip(placements, lengths, strict=True)
+        if session is not None and length is not None
+    }
     for seat, length in least.items():
         blocks.trim(seat, length)
     return {seat for seat in least if seat in short and not blocks.reserve(seat, least[seat])}
