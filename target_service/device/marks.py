@@ -23,9 +23,9 @@ class Marks:
         self._events: list[torch.cuda.Event] | None = None
         if device.type == "cuda":
             self._recorder = Recorder()
-            # Blocking: a thread that waits for the last one must not take the interpreter from those that work.
             with torch.cuda.device(device):
-                self._events = [self._recorder.make(blocking=True) for _ in range(4)]
+                # Whoever waits for the last one sleeps, and leaves the core to those who launch.
+                self._events = [self._recorder.make(blocking=point == ENDED) for point in range(4)]
 
     def set(self, point: int) -> None:
         """The current stream is here."""
