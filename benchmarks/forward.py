@@ -35,16 +35,15 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """choice: of `linear_choice`, by rows; `torch`: none of it; `all`: for every row count what it has for the next
-    greater one. change: of each tiling. handful: with `norm_linear`, where it is chosen. rows: its tiling.
-    overlap: launches overlap.
+    """choice: `chosen` of `linear_choice`, or `torch`: none of it. change: of each tiling. handful: with `norm_linear`
+    where it is chosen; rows: and by it, with the tilings given, instead. overlap: launches overlap.
     """
 
     name: str
     choice: str = "chosen"
     change: Callable[[tuple[int, int, bool], Any], Any] | None = None
     handful: bool = True
-    rows: tuple[int, int, int] | None = None
+    rows: dict[tuple[int, int, bool], tuple[int, int, int] | None] | None = None
     overlap: bool = True
 
 
@@ -55,19 +54,19 @@ def fewer_stages(gated_only: bool, num_stages: int) -> Callable[[tuple[int, int,
     return change
 
 
+QKV, OUT, GATE_UP, DOWN = (6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)
+
 VARIANTS = [
-    Variant("torch's products", choice="torch", handful=False, overlap=False),
-    Variant("torch's products, overlapping", choice="torch", handful=False),
+    Variant("torch's products", choice="torch", handful=False),
     Variant("chosen"),
     Variant("chosen, one after the other", overlap=False),
-    Variant("chosen, norms by themselves", handful=False),
-    Variant("a handful: 2 x 1024", rows=(2, 1024, 4)),
-    Variant("a handful: 8 x 512", rows=(8, 512, 4)),
-    Variant("a handful: 16 x 512, 8 warps", rows=(16, 512, 8)),
-    Variant("a handful: 8 x 1024, 8 warps", rows=(8, 1024, 8)),
-    Variant("a handful: 16 x 256", rows=(16, 256, 4)),
-    Variant("our products", choice="all", handful=False),
-    Variant("ours, gate and up in 3 stages", choice="all", handful=False, change=fewer_stages(True, 3)),
+    Variant("norms by themselves", handful=False),
+    Variant("gate and up with the norm too", rows={GATE_UP: (8, 512, 4)}),
+    Variant("down without the matrix units: not", rows={DOWN: None}),
+    Variant("out without the matrix units: not", rows={OUT: None}),
+    Variant("query, key, value: 4 x 1024", rows={QKV: (4, 1024, 4)}),
+    Variant("down: 4 x 1024", rows={DOWN: (4, 1024, 4)}),
+    Variant("gate and up in 3 stages", handful=False, change=fewer_stages(True, 3)),
 ]
 
 
@@ -80,8 +79,6 @@ def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     measured = linear_choice.measured()
     changed: dict[tuple[int, int, bool], Any] = {}
     for shape, steps in measured.items() if variant.choice != "torch" else ():
-        if variant.choice == "all":
-            steps = tuple((rows, tiling) for rows, tiling in steps if tiling is not None)
         changed[shape] = tuple(
             (rows, tiling if tiling is None or variant.change is None else variant.change(shape, tiling))
             for rows, tiling in steps
@@ -92,9 +89,10 @@ def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     os.environ[overlap.SWITCH] = "1" if variant.overlap else "0"
     if not variant.handful:
         linear_choice._HANDFUL.clear()
-    elif variant.rows is not None:
-        tiling = RowTiling(*variant.rows)
-        linear_choice._HANDFUL.update({shape: (most, tiling) for shape, (most, _) in handful.items()})
+    for shape, tiling in (variant.rows or {}).items():
+        linear_choice._HANDFUL.pop(shape, None)
+        if tiling is not None:
+            linear_choice._HANDFUL[shape] = (1, RowTiling(*tiling))
     try:
         for layer in decoder.layers:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -104,6 +102,7 @@ def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     finally:
         linear_choice._MEASURED.clear()
         linear_choice._MEASURED.update(measured)
+        linear_choice._HANDFUL.clear()
         linear_choice._HANDFUL.update(handful)
         os.environ.pop(overlap.SWITCH)
 

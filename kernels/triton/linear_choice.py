@@ -22,10 +22,10 @@ _SMALL_DEEP = SkinnyTiling(16, 128, splits=1, num_stages=5)
 
 _MEASURED: dict[tuple[int, int, bool], _Steps] = {
     # Of an 8-billion-parameter Llama: query, key and value; attention's output; gate and up; down; logits.
-    (6144, 4096, False): ((3, None), (16, _IN_TWO), (64, _WIDE)),
-    (4096, 4096, False): ((3, None), (5, _IN_FOUR), (64, _IN_TWO)),
-    (28672, 4096, True): ((3, None), (64, _WIDE)),
-    (4096, 14336, False): ((3, None), (16, _IN_FOUR), (64, _IN_TWO)),
+    (6144, 4096, False): ((16, _IN_TWO), (64, _WIDE)),
+    (4096, 4096, False): ((5, _IN_FOUR), (64, _IN_TWO)),
+    (28672, 4096, True): ((64, _WIDE),),
+    (4096, 14336, False): ((16, _IN_FOUR), (64, _IN_TWO)),
     (128256, 4096, False): ((3, None), (32, _WIDE), (64, _TALL)),
     # Of its EAGLE-3 head: the captured layers; query, key and value; logits.
     (4096, 12288, False): ((16, _IN_FOUR), (64, _IN_TWO)),
@@ -42,9 +42,8 @@ _MEASURED: dict[tuple[int, int, bool], _Steps] = {
 
 # (outputs, inputs, gated): (rows, tiling of `norm_linear` up to them); more rows, and other shapes, as above.
 _HANDFUL: dict[tuple[int, int, bool], tuple[int, RowTiling]] = {
-    (6144, 4096, False): (1, RowTiling(16, 512, num_warps=8)),
+    (6144, 4096, False): (1, RowTiling(8, 512)),
     (4096, 4096, False): (1, RowTiling(8, 512)),
-    (28672, 4096, True): (1, RowTiling(16, 512, num_warps=8)),
     (4096, 14336, False): (1, RowTiling(8, 512)),
     (960, 576, False): (4, RowTiling(2, 1024)),
     (576, 576, False): (4, RowTiling(2, 1024)),
