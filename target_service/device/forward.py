@@ -113,19 +113,19 @@ class StepForward:
         starts = self._buffers.uniform_starts(shape.num_rows, shape.query_stride)
         verdict = self._kernels.verify_greedy(logits, starts, shape.drafts)
         if self._synthetic is not None:
-            seeds = self._plans.rows["seeds"][: shape.num_rows]
+            seeds = self._plans.first(shape.num_rows)["seeds"]
             verdict = self._synthetic.apply(verdict, shape.drafts, seeds, shape.start_positions)
         self.commit(shape, verdict.tokens, verdict.num_sampled)
 
     def commit(self, shape: StepShape, tokens: torch.Tensor, num_sampled: torch.Tensor) -> None:
         """Commit the accept rule's verdicts and make the table that the host reads."""
-        buffers, rows = self._buffers, self._plans.rows
+        buffers, rows = self._buffers, self._plans.first(shape.num_rows)
         self._kernels.commit_rows(
             tokens,
             num_sampled,
             shape.seats,
-            rows["query_lens"][: shape.num_rows],
-            rows["known_lens"][: shape.num_rows],
+            rows["query_lens"],
+            rows["known_lens"],
             shape.num_drafts,
             buffers.missed,
             buffers.context_lens,

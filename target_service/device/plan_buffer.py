@@ -103,10 +103,18 @@ class PlanBuffer:
             name: self._view(offsets[name], max_rows + 1, _TORCH[np.dtype(dtype)])
             for name, (dtype, _) in FIELDS.items()
         }
+        self._first: dict[int, dict[str, torch.Tensor]] = {}
         self.host = [
             HostPlan(torch.zeros(size, dtype=torch.uint8, pin_memory=pinned), offsets, max_rows, end)
             for _ in range(num_host)
         ]
+
+    def first(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """The fields of the first num_rows rows; views that are made once."""
+        views = self._first.get(num_rows)
+        if views is None:
+            views = self._first[num_rows] = {name: field[:num_rows] for name, field in self.rows.items()}
+        return views
 
     def upload(self, plan: HostPlan) -> None:
         """Enqueue the copy of what a host buffer holds. The caller leaves it alone until the step has come back."""

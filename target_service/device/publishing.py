@@ -17,6 +17,7 @@ from kernels.kernel_set import KernelSet
 from target_service.channels import OpenChannel
 from target_service.device.buffers import StepShape
 from target_service.device.packing import Launch
+from target_service.device.plan_buffer import PlanBuffer
 
 _log = logging.getLogger(__name__)
 
@@ -27,13 +28,13 @@ def publish_step(
     channel: OpenChannel,
     entry: tuple[torch.Tensor, RingEntry],
     starts: torch.Tensor,
-    rows: dict[str, torch.Tensor],
+    plans: PlanBuffer,
     captured: torch.Tensor | None,
 ) -> None:
     """Enqueue the ring entry and its publication. A channel that cannot take it costs drafts, never the step.
 
     entry: header and tensors of the step's entry. starts: [>= R + 1] int32, where each row's tokens begin in the batch.
-    rows: the plan's fields on the device.
+    plans: the step's plan, on the device.
     """
     step, num_rows, spec = launch.step, len(launch.rows), channel.end.spec
     if num_rows > spec.max_rows or launch.num_tokens > spec.max_tokens:
@@ -42,9 +43,9 @@ def publish_step(
     # Block tables are for who mirrors them; over host channels everybody gets them, as with host execution.
     with_tables = channel.shares_blocks or channel.end.kind != "cuda_ipc"
     write_entry(
-        kernels, launch.shape, num_rows, launch.num_tokens, spec.epoch, entry, starts, rows, captured, with_tables
+        kernels, launch.shape, num_rows, launch.num_tokens, spec.epoch, entry, starts, plans, captured, with_tables
     )
-    entry[0][:1].copy_(rows["tag"][:1], non_blocking=True)
+    entry[0][:1].copy_(plans.first(1)["tag"], non_blocking=True)
     try:
         channel.device_end.publish(step.seq)
     except ChannelError as error:
@@ -62,26 +63,31 @@ def write_entry(
     epoch: int,
     entry: tuple[torch.Tensor, RingEntry],
     starts: torch.Tensor,
-    rows: dict[str, torch.Tensor],
+    plans: PlanBuffer,
     captured: torch.Tensor | None,
     with_tables: bool,
 ) -> None:
     """Enqueue the entry of a step of num_rows rows, all but its tag. max_tokens: the most tokens that it can have."""
     header, ring = entry
+    rows = plans.first(num_rows)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if num_rows == shape.num_rows else tensor[:num_rows]
+
     tables = shape.metadata.block_tables[:num_rows, : ring.block_tables.shape[1]] if with_tables else None
     kernels.write_ring_entry(
         epoch,
         max_tokens,
         starts[: num_rows + 1],
-        shape.seats[:num_rows],
-        shape.query_lens[:num_rows],
-        shape.seq_lens[:num_rows],
-        shape.num_sampled[:num_rows],
-        shape.num_rejected[:num_rows],
-        shape.anchors[:num_rows],
-        rows["next_prompt_tokens"][:num_rows],
-        rows["temperature"][:num_rows],
-        rows["seeds"][:num_rows],
+        cut(shape.seats),
+        cut(shape.query_lens),
+        cut(shape.seq_lens),
+        cut(shape.num_sampled),
+        cut(shape.num_rejected),
+        cut(shape.anchors),
+        rows["next_prompt_tokens"],
+        rows["temperature"],
+        rows["seeds"],
         shape.positions,
         shape.input_ids,
         shape.metadata.slot_mapping,

@@ -250,7 +250,7 @@ class DeviceRunner:
             logprobs = StepLogprobs(launch.logprobs, output.logits, shape.packed, *launch.logprob_where)
         if channel is not None and end is not None and entry is not None:
             starts = self._starts(shape) if batch is None else batch.starts
-            publish_step(self._kernels, launch, channel, entry, starts, self._plans.rows, output.captured)
+            publish_step(self._kernels, launch, channel, entry, starts, self._plans, output.captured)
         slot.verdicts[: shape.packed.shape[0]].copy_(shape.packed, non_blocking=True)
         slot.marks.set(ENDED)
         return Results(slot, shape.num_rows, shape.table.shape[1], logprobs, 0.0)
@@ -271,7 +271,7 @@ class DeviceRunner:
     def _take(self, launch: Launch, epoch: int, ring_header: torch.Tensor | None) -> None:
         """Enqueue what decides which rows run, and takes their drafts. epoch: of the channel."""
         shape, reply = launch.shape, launch.reply
-        buffers, rows, num_rows = self._buffers, self._plans.rows, shape.num_rows
+        buffers, rows = self._buffers, self._plans.first(shape.num_rows)
         self._kernels.take_drafts(
             reply.header if reply is not None else None,
             reply.tokens if reply is not None else None,
@@ -281,11 +281,11 @@ class DeviceRunner:
             launch.num_reply_rows,
             self._vocab_size,
             shape.query_stride,
-            rows["places"][:num_rows],
-            rows["seats"][:num_rows],
-            rows["query_lens"][:num_rows],
-            rows["limits"][:num_rows],
-            rows["known_lens"][:num_rows],
+            rows["places"],
+            rows["seats"],
+            rows["query_lens"],
+            rows["limits"],
+            rows["known_lens"],
             buffers.context_lens,
             ring_header,
             shape.seats,
@@ -299,7 +299,8 @@ class DeviceRunner:
 
     def _verify(self, launch: Launch, output: StepOutput) -> None:
         """Verdicts of a step whose graph, if it has one, ended at the logits; committed."""
-        shape, fields, num_rows = launch.shape, self._plans.rows, launch.shape.num_rows
+        shape, num_rows = launch.shape, launch.shape.num_rows
+        fields = self._plans.first(num_rows)
         if output.logits is None:
             self.forward.commit(shape, shape.table[:, TOKENS:], self._nothing(num_rows))
             return
@@ -308,19 +309,19 @@ class DeviceRunner:
             starts = self._starts(shape)
             owners = self._buffers.uniform_owners(num_rows, shape.query_stride)
         else:
-            starts = fields["logit_starts"][: num_rows + 1]
+            starts = self._plans.rows["logit_starts"][: num_rows + 1]
             owners = self._owners(starts, output.logits.shape[0]) if not launch.needs.plain else starts
         draft_probs, has_probs = self._draft_probs(launch)
         sampling = SamplingTensors(
-            temperature=fields["temperature"][:num_rows],
-            top_k=fields["top_k"][:num_rows],
-            top_p=fields["top_p"][:num_rows],
-            min_p=fields["min_p"][:num_rows],
-            seeds=fields["seeds"][:num_rows],
-            match_only=fields["match_only"][:num_rows],
-            repetition_penalty=fields["repetition_penalty"][:num_rows],
-            presence_penalty=fields["presence_penalty"][:num_rows],
-            frequency_penalty=fields["frequency_penalty"][:num_rows],
+            temperature=fields["temperature"],
+            top_k=fields["top_k"],
+            top_p=fields["top_p"],
+            min_p=fields["min_p"],
+            seeds=fields["seeds"],
+            match_only=fields["match_only"],
+            repetition_penalty=fields["repetition_penalty"],
+            presence_penalty=fields["presence_penalty"],
+            frequency_penalty=fields["frequency_penalty"],
         )
         verdict = self._sampling.verdict(
             output.logits,
@@ -338,7 +339,7 @@ class DeviceRunner:
         width = launch.shape.drafts.shape[1]
         if not launch.wants_probs or width == 0 or launch.reply is None or launch.reply.probs is None:
             return None, None
-        places = self._plans.rows["places"][: launch.shape.num_rows].clamp(min=0).to(torch.int64)
+        places = self._plans.first(launch.shape.num_rows)["places"].clamp(min=0).to(torch.int64)
         probs = launch.reply.probs[:, :width].index_select(0, places)
         if probs.shape[1] < width:
             probs = torch.nn.functional.pad(probs, (0, 0, 0, width - probs.shape[1]))

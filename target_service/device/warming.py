@@ -166,7 +166,7 @@ class Warming:
                 scratch.target.spec.epoch,
                 entry,
                 starts,
-                self._plans.rows,
+                self._plans,
                 captured,
                 False,
             )
