@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Literal, Protocol
 
@@ -125,14 +126,15 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 
 
 class Stopwatch:
-    """How long did this rank stand in collectives? On a GPU between events of the current stream, read only when
-    `take_ms` is called: nothing here waits for the device in between.
+    """How long did this rank stand in collectives? On a GPU between events of the current stream: nothing here waits
+    for the device. new_event: makes such an event.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         self._on_gpu = device.type == "cuda"
+        self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -142,16 +144,21 @@ class Stopwatch:
             yield
             self._seconds += time.perf_counter() - began
             return
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first, last = self._new_event(), self._new_event()
         first.record()
         yield
         last.record()
         self._events.append((first, last))
 
     def take_ms(self) -> float:
-        """Milliseconds since the last call. On a GPU: once the step's results have been waited for."""
-        milliseconds: float = self._seconds * 1e3 + sum(first.elapsed_time(last) for first, last in self._events)
-        self.reset()
+        """Milliseconds since the last call. On a GPU: of what the device has done by now. A step that samples nothing
+        is not waited for, so its collectives may count towards a later one.
+        """
+        milliseconds = self._seconds * 1e3
+        self._seconds = 0.0
+        while self._events and self._events[0][1].query():
+            first, last = self._events.popleft()
+            milliseconds += first.elapsed_time(last)
         return milliseconds
 
     def reset(self) -> None:

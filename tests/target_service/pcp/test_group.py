@@ -83,3 +83,46 @@ def test_a_stopwatch_adds_up() -> None:
             time.sleep(0.01)
     assert 20 <= watch.take_ms() < 500
     assert watch.take_ms() == 0
+
+
+class ScriptedEvent:
+    """A CUDA event that the test completes."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+        self.at: float | None = None
+        self.done = False
+
+    def record(self) -> None:
+        self.at = self._clock[0]
+        self._clock[0] += 2.0
+
+    def query(self) -> bool:
+        return self.done
+
+    def elapsed_time(self, end: ScriptedEvent) -> float:
+        if not (self.done and end.done) or self.at is None or end.at is None:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return end.at - self.at
+
+
+def test_a_stopwatch_on_a_gpu_counts_only_what_the_device_has_done() -> None:
+    """A prompt chunk that samples nothing is not waited for: its collectives count towards a later step."""
+    clock, events = [0.0], list[ScriptedEvent]()
+
+    def new_event() -> ScriptedEvent:
+        events.append(ScriptedEvent(clock))
+        return events[-1]
+
+    watch = Stopwatch(torch.device("cuda"), new_event)  # type: ignore[arg-type]
+    for _ in range(2):
+        with watch.running():
+            pass
+    assert watch.take_ms() == 0
+    for event in events[:2]:
+        event.done = True
+    assert watch.take_ms() == 2.0
+    assert watch.take_ms() == 0
+    for event in events[2:]:
+        event.done = True
+    assert watch.take_ms() == 2.0
