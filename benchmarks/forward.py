@@ -35,15 +35,11 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """choice: `chosen` of `linear_choice`, or `torch`: none of it. change: of each tiling. handful: with `norm_linear`
-    where it is chosen; rows: and by it, with the tilings given, instead. overlap: launches overlap.
-    """
+    """choice: what `linear_choice` says, or `torch`: none of it. change: of each tiling. overlap: launches overlap."""
 
     name: str
     choice: str = "chosen"
     change: Callable[[tuple[int, int, bool], Any], Any] | None = None
-    handful: bool = True
-    rows: dict[tuple[int, int, bool], tuple[int, int, int] | None] | None = None
     overlap: bool = True
 
 
@@ -54,19 +50,13 @@ def fewer_stages(gated_only: bool, num_stages: int) -> Callable[[tuple[int, int,
     return change
 
 
-QKV, OUT, GATE_UP, DOWN = (6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)
-
 VARIANTS = [
-    Variant("torch's products", choice="torch", handful=False),
-    Variant("chosen"),
+    Variant("torch's products, one after the other", choice="torch", overlap=False),
+    Variant("torch's products", choice="torch"),
     Variant("chosen, one after the other", overlap=False),
-    Variant("norms by themselves", handful=False),
-    Variant("gate and up with the norm too", rows={GATE_UP: (8, 512, 4)}),
-    Variant("down without the matrix units: not", rows={DOWN: None}),
-    Variant("out without the matrix units: not", rows={OUT: None}),
-    Variant("query, key, value: 4 x 1024", rows={QKV: (4, 1024, 4)}),
-    Variant("down: 4 x 1024", rows={DOWN: (4, 1024, 4)}),
-    Variant("gate and up in 3 stages", handful=False, change=fewer_stages(True, 3)),
+    Variant("chosen"),
+    Variant("gate and up in 3 stages", change=fewer_stages(True, 3)),
+    Variant("all in 3 stages", change=fewer_stages(False, 3)),
 ]
 
 
@@ -74,7 +64,6 @@ VARIANTS = [
 def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     """Run the decoder under a variant. Reaches into the engine: nothing but this measurement needs to change it."""
     from kernels.triton import linear_choice, overlap
-    from kernels.triton.norm_linear import RowTiling
 
     measured = linear_choice.measured()
     changed: dict[tuple[int, int, bool], Any] = {}
@@ -85,14 +74,7 @@ def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
         )
     linear_choice._MEASURED.clear()
     linear_choice._MEASURED.update(changed)
-    handful = dict(linear_choice._HANDFUL)
     os.environ[overlap.SWITCH] = "1" if variant.overlap else "0"
-    if not variant.handful:
-        linear_choice._HANDFUL.clear()
-    for shape, tiling in (variant.rows or {}).items():
-        linear_choice._HANDFUL.pop(shape, None)
-        if tiling is not None:
-            linear_choice._HANDFUL[shape] = (1, RowTiling(*tiling))
     try:
         for layer in decoder.layers:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -102,8 +84,6 @@ def applied(variant: Variant, decoder: Decoder) -> Iterator[None]:
     finally:
         linear_choice._MEASURED.clear()
         linear_choice._MEASURED.update(measured)
-        linear_choice._HANDFUL.clear()
-        linear_choice._HANDFUL.update(handful)
         os.environ.pop(overlap.SWITCH)
 
 
@@ -211,8 +191,6 @@ def main() -> None:
             # Twice, and not in a row: a GPU that has just begun is cooler, and faster.
             for turn in range(2):
                 for variant in variants:
-                    if variant.rows is not None and rows * query_len > 4:
-                        continue
                     with applied(variant, decoder):
                         logits = step()
                         assert isinstance(logits, torch.Tensor)
@@ -224,8 +202,6 @@ def main() -> None:
                     expected = logits if expected is None else expected
                     off[variant.name] = float((logits - expected).norm() / expected.norm())
             for name, pair in times.items():
-                if not pair:
-                    continue
                 results[label][name] = round(min(pair), 1)
                 both = ", ".join(f"{time:.1f}" for time in pair)
                 print(

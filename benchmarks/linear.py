@@ -3,8 +3,7 @@
 For the weights of an 8-billion-parameter Llama, of its EAGLE-3 head and of SmolLM2, in bfloat16, with 1 to 64 rows: the
 microseconds of torch's own product and of every tiling of `skinny_linear` worth trying, each replayed from a CUDA graph
 over enough copies of the weight that none is found in the L2 cache. `GB/s` is the weight's bytes over the best time.
-Gated shapes count `silu_mul` in. For up to four rows, `norm_linear`'s tilings too; the shapes that stand behind a norm
-are then measured with it. Prints a table, then one JSON object as the last line; with --choice, first the lines
+Gated shapes count `silu_mul` in. Prints a table, then one JSON object as the last line; with --choice, first the lines
 of `kernels/triton/linear_choice.py` that the figures speak for.
 
     python -m benchmarks.linear [--repeats N] [--shapes llama,head,smollm2] [--rows 1,2,4] [--choice]
@@ -47,7 +46,6 @@ SHAPES: dict[str, dict[str, Shape]] = {
     },
 }
 ROWS = (1, 2, 4, 5, 8, 16, 32, 64)
-BEHIND_A_NORM = [(6144, 4096, False), (28672, 4096, True), (960, 576, False), (3072, 576, True)]
 # A tiling is taken over torch's own product only where it saves more than this share: less is noise.
 LEAST_GAIN = 0.03
 # Programs that share a weight: about so many keep the memory of a large GPU busy, and more have nothing to do.
@@ -79,23 +77,6 @@ def tilings(shape: Shape, rows: int) -> list[Any]:
             fits = FEWEST_PROGRAMS <= programs <= MOST_PROGRAMS
             if (fits and not small) or (splits == 1 and programs > MOST_PROGRAMS and block_out >= 64):
                 found.append(SkinnyTiling(block_out, block_in, splits, 4, num_stages))
-    if rows <= 4:
-        from kernels.triton.norm_linear import RowTiling
-
-        deepest = 1 << (size_in - 1).bit_length()
-        for block_out, block_in, num_warps in (
-            (4, 1024, 4),
-            (8, 512, 4),
-            (2, 1024, 4),
-            (4, 512, 4),
-            (2, 2048, 4),
-            (4, 1024, 8),
-            (8, 1024, 8),
-            (16, 512, 8),
-            (16, 256, 4),
-        ):
-            if block_in <= deepest and block_out * block_in * rows <= 8192:
-                found.append(RowTiling(block_out, block_in, num_warps))
     return found or [SkinnyTiling(16, 64, 1, 4, 4)]
 
 
@@ -103,37 +84,21 @@ def calls_of(shape: Shape, rows: int, tiling: Any, weights: list[torch.Tensor]) 
     """One call for each copy of the weight. tiling None: torch's own product."""
     from kernels.triton.activation import silu_mul
     from kernels.triton.linear import num_counters, skinny_linear
-    from kernels.triton.norm import rms_norm_residual
-    from kernels.triton.norm_linear import RowTiling, norm_linear, row_linear
 
     size_out, size_in, gated = shape
-    x, residual = torch.randn((2, rows, size_in), device=DEVICE).to(torch.bfloat16)
-    ones = torch.ones(size_in, dtype=torch.bfloat16, device=DEVICE)
-    own: Callable[..., torch.Tensor] = torch.nn.functional.linear
-
-    def before() -> torch.Tensor:
-        return rms_norm_residual(x, residual, ones, 1e-5)[0] if rows <= 4 and shape in BEHIND_A_NORM else x
-
+    x = torch.randn((rows, size_in), device=DEVICE).to(torch.bfloat16)
     if tiling is None:
+        own: Callable[..., torch.Tensor] = torch.nn.functional.linear
         if gated:
-            return [lambda weight=weight: silu_mul(own(before(), weight)) for weight in weights]  # type: ignore[misc]
-        return [lambda weight=weight: own(before(), weight) for weight in weights]  # type: ignore[misc]
-    if isinstance(tiling, RowTiling):
-        if shape in BEHIND_A_NORM:
-            return [partial(norm_linear, x, residual, ones, 1e-5, weight, None, tiling, gated) for weight in weights]
-        return [partial(row_linear, x, weight, None, tiling, gated) for weight in weights]
+            return [lambda weight=weight: silu_mul(own(x, weight)) for weight in weights]  # type: ignore[misc]
+        return [partial(own, x, weight) for weight in weights]
     counters = torch.zeros(num_counters(size_out, gated, tiling), dtype=torch.int32, device=DEVICE)
-    return [
-        lambda weight=weight: skinny_linear(before(), weight, None, tiling, counters, gated)  # type: ignore[misc]
-        for weight in weights
-    ]
+    return [partial(skinny_linear, x, weight, None, tiling, counters, gated) for weight in weights]
 
 
 def label(tiling: Any) -> str:
     if tiling is None:
         return "torch"
-    if not hasattr(tiling, "splits"):
-        return f"rows {tiling.block_out}x{tiling.block_in} w{tiling.num_warps}"
     return f"{tiling.block_out}x{tiling.block_in}/{tiling.splits} s{tiling.num_stages}"
 
 

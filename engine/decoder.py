@@ -4,8 +4,7 @@ One implementation for Llama, Mistral, Qwen2 and Qwen3: what differs between the
 come as one flat batch; how they attend is the business of the attention plans, so the decoder knows neither rows nor
 requests. Query, key and value projections are one product, gate and up another. On a GPU nothing here waits for the
 device, so that a forward can be captured in a graph; a layer takes ten launches: four products, rotation with the write
-of the KV, attention in two, the gate, and two norms that add the residual. Few rows take seven: norms and gate are part
-of the products.
+of the KV, attention in two, the gate, and two norms that add the residual.
 """
 
 from __future__ import annotations
@@ -159,17 +158,15 @@ class Decoder:
             config.head_dim,
             config.rms_eps,
         )
-        x = inputs if inputs.is_floating_point() else self.embed(inputs)
-        num_tokens = x.shape[0]
-        captured = _Captured(x, hidden_layers)
+        residual = inputs if inputs.is_floating_point() else self.embed(inputs)
+        num_tokens = residual.shape[0]
+        captured = _Captured(residual, hidden_layers)
         cos, sin = kernels.rotary_angles(positions, self._inv_freq, config.rope_scaling, self.dtype)
         rotating = [plan if isinstance(plan, RotatingPlan) else None for plan in plans]
-        residual: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            # What a layer puts out is added to the residual where the next one norms it.
-            qkv, residual = layer.qkv.normed(x, residual, layer.input_norm, eps, captured.place(index - 1))
-            captured.repeat(index - 1)
-            qkv = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+        layers = self.layers
+        normed = kernels.rms_norm(residual, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            qkv = layer.qkv(normed).view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
             q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = kernels.rms_norm(q, layer.q_norm, eps), kernels.rms_norm(k, layer.k_norm, eps)
@@ -181,12 +178,11 @@ class Decoder:
                 q, k = kernels.apply_rope(q, k, cos, sin)
                 attended = plans[group].run(q, k, v, kv.k(index), kv.v(index))
             attended = layer.out(attended.reshape(num_tokens, num_heads * head_dim))
-            gated, residual = layer.gate_up.normed_silu_mul(attended, residual, layer.post_norm, eps)
-            x = layer.down(gated)
-        assert residual is not None, "a decoder has at least one layer"
-        last = config.num_layers - 1
-        normed, _ = kernels.rms_norm_residual(x, residual, self.final_norm, eps, captured.place(last))
-        captured.repeat(last)
+            normed, residual = kernels.rms_norm_residual(attended, residual, layer.post_norm, eps)
+            mlp = layer.down(layer.gate_up.silu_mul(normed))
+            next_norm = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
+            normed, residual = kernels.rms_norm_residual(mlp, residual, next_norm, eps, captured.place(index))
+            captured.repeat(index)
         return ForwardOutput(normed, captured.states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

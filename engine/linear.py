@@ -17,7 +17,6 @@ from kernels.kernel_set import kernels_for
 
 if TYPE_CHECKING:
     from kernels.triton.linear import SkinnyTiling
-    from kernels.triton.norm_linear import RowTiling
 
 # Up to this many input features oneDNN sums a lone row in the same order as a row among others; beyond, it splits the
 # sum of a lone row, so such a row is run as two equal ones. Costs nothing: reading the weight is what takes the time.
@@ -31,7 +30,7 @@ class PackedLinear:
     unless the caller does.
     """
 
-    __slots__ = ("_few", "_kernels", "_packed", "_twin_rows", "_weight", "bias", "in_features", "out_features")
+    __slots__ = ("_kernels", "_packed", "_skinny", "_twin_rows", "_weight", "bias", "in_features", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -39,7 +38,7 @@ class PackedLinear:
         self._kernels = kernels_for(weight.device)
         self._packed: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
-        self._few: _FewRows | None = None
+        self._skinny: _SkinnyForms | None = None
         if can_pack(weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
         else:
@@ -51,7 +50,7 @@ class PackedLinear:
         """Choose the kernels for this weight by what is measured now (`kernels.triton.linear_choice`)."""
         weight = self._weight
         if weight is not None and weight.is_cuda and weight.dtype == torch.bfloat16 and weight.is_contiguous():
-            self._few = _FewRows(weight, self.bias)
+            self._skinny = _SkinnyForms(weight, self.bias)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -68,8 +67,8 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [N, in_features], of the weight's dtype. Returns [N, out_features]."""
         if self._packed is None:
-            if self._few is not None and (form := self._few.form(x.shape[0], False)) is not None:
-                return self._few.run(x, form, False, None)
+            if self._skinny is not None and (tiling := self._skinny.tiling(x.shape[0], False)) is not None:
+                return self._skinny.run(x, tiling, False, None)
             return linear(x, self._weight, self.bias)  # type: ignore[arg-type]
         if self._twin_rows and x.shape[0] == 1:
             return self._run_packed(x.expand(2, -1).contiguous())[:1]
@@ -77,52 +76,14 @@ class PackedLinear:
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where the layer's output is [gate, up]. Returns [N, out_features / 2]."""
-        if self._few is not None and (form := self._few.form(x.shape[0], True)) is not None:
-            return self._few.run(x, form, True, None)
+        if self._skinny is not None and (tiling := self._skinny.tiling(x.shape[0], True)) is not None:
+            return self._skinny.run(x, tiling, True, None)
         return self._kernels.silu_mul(self(x))
-
-    def normed(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        out_total: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the product of the normed x + residual, x + residual); see `kernels.reference.norm.rms_norm_residual`.
-
-        residual None: (the product of the normed x, x).
-        """
-        if self._few is not None and (tiling := self._few.row_tiling(x.shape[0], False)) is not None:
-            return self._few.run_normed(x, residual, norm, eps, tiling, False, out_total)
-        normed, total = self._norm(x, residual, norm, eps, out_total)
-        return self(normed), total
-
-    def normed_silu_mul(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(`silu_mul` of the normed x + residual, x + residual)."""
-        if self._few is not None and (tiling := self._few.row_tiling(x.shape[0], True)) is not None:
-            return self._few.run_normed(x, residual, norm, eps, tiling, True, None)
-        normed, total = self._norm(x, residual, norm, eps, None)
-        return self.silu_mul(normed), total
-
-    def _norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        out_total: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            return self._kernels.rms_norm(x, norm, eps), x
-        return self._kernels.rms_norm_residual(x, residual, norm, eps, out_total)
 
     def float32(self, x: torch.Tensor) -> torch.Tensor:
         """The product as float32: on a GPU not rounded to the weight's dtype in between, and in one pass."""
-        if self._few is not None and (form := self._few.form(x.shape[0], False)) is not None:
-            return self._few.run(x, form, False, torch.float32)
+        if self._skinny is not None and (tiling := self._skinny.tiling(x.shape[0], False)) is not None:
+            return self._skinny.run(x, tiling, False, torch.float32)
         if x.is_cuda and x.dtype != torch.float32 and self.bias is None:
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return self(x).to(torch.float32)
@@ -132,21 +93,20 @@ class PackedLinear:
         return out
 
 
-class _FewRows:
-    """A weight's kernels by number of rows, and the counters that their programs meet at."""
+class _SkinnyForms:
+    """A weight's tilings by number of rows, and the counters that their programs meet at."""
 
-    __slots__ = ("_bias", "_counters", "_handful", "_steps", "_weight")
+    __slots__ = ("_bias", "_counters", "_steps", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         # Only on a GPU: Triton is an optional dependency.
         from kernels.triton.linear import num_counters
-        from kernels.triton.linear_choice import choose_handful, choose_tiling
+        from kernels.triton.linear_choice import choose_tiling
 
         self._weight = weight
         self._bias = bias
         size_out, size_in = weight.shape
         self._steps = {gated: choose_tiling(size_out, size_in, gated) for gated in (False, True)}
-        self._handful = {gated: choose_handful(size_out, size_in, gated) for gated in (False, True)}
         needed = [
             num_counters(size_out, gated, tiling)
             for gated, steps in self._steps.items()
@@ -155,43 +115,17 @@ class _FewRows:
         ]
         self._counters = torch.zeros(max(needed, default=0), dtype=torch.int32, device=weight.device)
 
-    def row_tiling(self, num_rows: int, gated: bool) -> RowTiling | None:
-        """Of `norm_linear`, where it is what runs `num_rows` rows."""
-        most_rows, tiling = self._handful[gated]
-        return tiling if num_rows <= most_rows else None
-
-    def form(self, num_rows: int, gated: bool) -> RowTiling | SkinnyTiling | None:
+    def tiling(self, num_rows: int, gated: bool) -> SkinnyTiling | None:
         """What runs `num_rows` rows; None: torch's own product."""
-        if (tiling := self.row_tiling(num_rows, gated)) is not None:
-            return tiling
-        for most_rows, step in self._steps[gated]:
+        for most_rows, tiling in self._steps[gated]:
             if num_rows <= most_rows:
-                return step
+                return tiling
         return None
 
-    def run(
-        self, x: torch.Tensor, form: RowTiling | SkinnyTiling, gated: bool, out_dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        from kernels.triton.linear import SkinnyTiling, skinny_linear
-        from kernels.triton.norm_linear import row_linear
+    def run(self, x: torch.Tensor, tiling: SkinnyTiling, gated: bool, out_dtype: torch.dtype | None) -> torch.Tensor:
+        from kernels.triton.linear import skinny_linear
 
-        if isinstance(form, SkinnyTiling):
-            return skinny_linear(x, self._weight, self._bias, form, self._counters, gated, out_dtype)
-        return row_linear(x, self._weight, self._bias, form, gated, out_dtype)
-
-    def run_normed(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        tiling: RowTiling,
-        gated: bool,
-        out_total: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from kernels.triton.norm_linear import norm_linear
-
-        return norm_linear(x, residual, norm, eps, self._weight, self._bias, tiling, gated, out_total)
+        return skinny_linear(x, self._weight, self._bias, tiling, self._counters, gated, out_dtype)
 
 
 def can_pack(weight: torch.Tensor) -> bool:

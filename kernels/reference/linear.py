@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kernels.reference.activation import silu_mul
-from kernels.reference.norm import rms_norm, rms_norm_residual
 
 
 def linear(
@@ -23,18 +22,3 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     weight: [2I, K]. Returns [M, I].
     """
     return silu_mul(linear(x, weight, bias))
-
-
-def norm_linear(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`linear` of the normed x + residual, x + residual), rounded as the kernels one after the other do."""
-    if residual is None:
-        return linear(rms_norm(x, norm, eps), weight, bias), x
-    normed, total = rms_norm_residual(x, residual, norm, eps)
-    return linear(normed, weight, bias), total

@@ -1,14 +1,13 @@
 """Which form runs a linear layer of few rows fastest?
 
-Measured on an H200 by `benchmarks.linear`; nothing is searched at run time. For every shape of weight: up to how many
-rows which tiling of `skinny_linear` runs it, or torch's own product where that is no slower. A shape that was not
-measured runs on torch's.
+Measured on an H200 by `benchmarks.linear`, and in a whole forward by `benchmarks.forward`: there our products gain from
+launches that overlap. Nothing is searched at run time. For every shape of weight: up to how many rows which tiling of
+`skinny_linear` runs it, or torch's own product where that is no slower. A shape that was not measured runs on torch's.
 """
 
 from __future__ import annotations
 
 from kernels.triton.linear import SkinnyTiling
-from kernels.triton.norm_linear import RowTiling
 
 # (outputs, inputs, gated): ((rows, tiling up to them), ...), ascending. None: torch's own.
 _Steps = tuple[tuple[int, SkinnyTiling | None], ...]
@@ -40,18 +39,6 @@ _MEASURED: dict[tuple[int, int, bool], _Steps] = {
 }
 
 
-# (outputs, inputs, gated): (rows, tiling of `norm_linear` up to them); more rows, and other shapes, as above.
-_HANDFUL: dict[tuple[int, int, bool], tuple[int, RowTiling]] = {
-    (6144, 4096, False): (1, RowTiling(8, 512)),
-    (4096, 4096, False): (1, RowTiling(8, 512)),
-    (4096, 14336, False): (1, RowTiling(8, 512)),
-    (960, 576, False): (4, RowTiling(2, 1024)),
-    (576, 576, False): (4, RowTiling(2, 1024)),
-    (3072, 576, True): (4, RowTiling(2, 1024)),
-    (576, 1536, False): (4, RowTiling(2, 2048)),
-}
-
-
 def measured() -> dict[tuple[int, int, bool], _Steps]:
     """All of it; a copy."""
     return dict(_MEASURED)
@@ -60,8 +47,3 @@ def measured() -> dict[tuple[int, int, bool], _Steps]:
 def choose_tiling(out_features: int, in_features: int, gated: bool) -> _Steps:
     """The steps for a weight [out_features, in_features] in bfloat16; empty: always torch's own."""
     return _MEASURED.get((out_features, in_features, gated), ())
-
-
-def choose_handful(out_features: int, in_features: int, gated: bool) -> tuple[int, RowTiling | None]:
-    """(up to how many rows, which tiling of `norm_linear`) for a weight [out_features, in_features] in bfloat16."""
-    return _HANDFUL.get((out_features, in_features, gated), (0, None))

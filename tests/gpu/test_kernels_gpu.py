@@ -173,31 +173,6 @@ def test_linear_of_few_rows(rows: int, outs: int, ins: int, gated: bool, dtype: 
         assert not counters.any()
 
 
-@pytest.mark.parametrize(
-    ("rows", "outs", "ins"),
-    [(1, 96, 576), (1, 6144, 4096), (4, 576, 1536), (3, 1030, 520)],
-    ids=["small", "llama", "smollm2", "odd"],
-)
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_handful_of_rows_with_the_norm_before(rows: int, outs: int, ins: int, gated: bool) -> None:
-    """As norm, sum and product one after the other; exact but for the roundings of bfloat16."""
-    from kernels.triton.norm_linear import RowTiling, norm_linear
-
-    dtype = torch.bfloat16
-    x, residual, norm = random(rows, ins, dtype=dtype), random(rows + 1, ins, dtype=dtype)[1:], random(ins).to(dtype)
-    weight = random(outs, ins, dtype=dtype, scale=ins**-0.5)
-    normed, expected = kernel_set("reference").rms_norm_residual(x, residual, norm, 1e-5)
-    exact = normed.double() @ weight.double().t()
-    if gated:
-        gate, up = exact.chunk(2, dim=-1)
-        exact = torch.nn.functional.silu(gate) * up
-    for tiling in (RowTiling(4, 1024), RowTiling(2, 512)):
-        with poisoned():
-            got, total = norm_linear(x, residual, norm, 1e-5, weight, None, tiling, gated)
-        near(got, exact, TOLERANCE[dtype])
-        same(total, expected)
-
-
 # name: (context_lens, query_lens, heads, KV heads, head_dim, cache block, window)
 ATTENTION: dict[str, tuple[list[int], list[int], int, int, int, int, int | None]] = {
     "small decode": ([70, 0, 3], [1, 1, 1], 9, 3, 64, 16, None),

@@ -26,7 +26,7 @@ WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a
 NOT_TWINS = {
     "philox": {"philox4x32"},
     "slot_mapping": {"slots_of", "token_rows"},
-    "linear": {"linear", "linear_silu_mul", "norm_linear"},  # their Triton forms are told a tiling
+    "linear": {"linear", "linear_silu_mul"},  # `skinny_linear` is both, and is told its tiling
 }
 
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from kernels.reference import linear as plain
-from kernels.reference import norm as plain_norm
 from kernels.triton.linear import MAX_ROWS, SkinnyTiling, num_counters, skinny_linear
-from kernels.triton.linear_choice import choose_handful, choose_tiling
-from kernels.triton.norm_linear import RowTiling, norm_linear, row_linear
+from kernels.triton.linear_choice import choose_tiling
 from tests.kernels.triton.device import DEVICE, DTYPES, generator, poisoned, there
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -77,44 +75,3 @@ def test_more_rows_than_it_is_made_for_are_refused() -> None:
 
 def test_a_shape_that_was_not_measured_is_torchs() -> None:
     assert choose_tiling(7, 9, False) == ()
-    assert choose_handful(7, 9, False) == (0, None)
-
-
-@pytest.mark.parametrize(
-    ("rows", "outs", "ins", "tiling"),
-    [(1, 64, 64, RowTiling(4, 32)), (3, 22, 72, RowTiling(4, 32)), (4, 6, 100, RowTiling(2, 128))],
-)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_handful_of_rows_with_the_norm_before(
-    rows: int, outs: int, ins: int, tiling: RowTiling, gated: bool, with_bias: bool
-) -> None:
-    """With a residual and without; the sum goes where it is told to, and nothing beside it is touched."""
-    for dtype in DTYPES:
-        random = generator(rows + outs)
-        x, residual = torch.randn((2, rows, ins), generator=random)
-        weight, norm = torch.randn((outs, ins), generator=random) * ins**-0.5, torch.randn(ins, generator=random)
-        x, residual, weight, norm, bias = there(
-            *(tensor.to(dtype) for tensor in (x, residual, weight, norm, torch.randn(outs, generator=random)))
-        )
-        given = bias if with_bias else None
-
-        def product(values: torch.Tensor, wanted: bool = gated) -> torch.Tensor:
-            return plain.linear_silu_mul(values, weight, given) if wanted else plain.linear(values, weight, given)  # noqa: B023
-
-        assert_near(row_linear(x, weight, given, tiling, gated), product(x), dtype)
-        got, total = norm_linear(x, None, norm, 1e-5, weight, given, tiling, gated)
-        assert total is x
-        assert_near(got, product(plain_norm.rms_norm(x, norm, 1e-5)), dtype)
-        wide = torch.full((rows, 3 * ins), 77.0, dtype=dtype, device=DEVICE)
-        normed, expected = plain_norm.rms_norm_residual(x, residual, norm, 1e-5)
-        for place in (None, wide[:, ins : 2 * ins]):
-            got, total = norm_linear(x, residual, norm, 1e-5, weight, given, tiling, gated, place)
-            assert_near(got, product(normed), dtype)
-            assert torch.equal(total, expected)
-        assert torch.equal(wide[:, ins : 2 * ins], expected)
-        assert bool((wide[:, :ins] == 77).all() & (wide[:, 2 * ins :] == 77).all())
-        again, _ = norm_linear(x, wide[:, ins : 2 * ins], norm, 1e-5, weight, given, tiling, gated)
-        assert_near(again, product(plain_norm.rms_norm_residual(x, expected, norm, 1e-5)[0]), dtype)
-    wide_logits = row_linear(x, weight, None, tiling, out_dtype=torch.float32)
-    assert_near(wide_logits, plain.linear(x, weight, None, torch.float32), torch.float32)
