@@ -231,12 +231,17 @@ class TargetCore:
         sessions = [self._session_of(stream, row) for row in step.rows]
         if not step.ahead and any(session is not None and session.rows_ahead for session in sessions):
             self.settle()  # its lengths are exact, so ours have to be
+            sessions = [self._session_of(stream, row) for row in step.rows]  # one that failed took its requests along
         for index, (row, session) in enumerate(zip(step.rows, sessions, strict=True)):
             if session is not None:
                 self.sessions.check_row(f"rows[{index}]", row, session, planned_ahead=step.ahead > 0)
         channel = self.channels.find(step.channel_id, step.channel_epoch) if step.channel_id else None
         deadline_s = min(step.deadline_ms / 1e3, self._max_wait_s)
-        outcome = self._runner.launch(step, sessions, channel, deadline_s, self.settle)
+        try:
+            outcome = self._runner.launch(step, sessions, channel, deadline_s, self.settle)
+        except OutriderError:  # what it has moved on already, nobody knows; `_guarded` sees to all other errors
+            self._abandon(stream, step)
+            raise
         if isinstance(outcome, Flight):
             self._flights.append((stream, outcome))
         return outcome

@@ -41,6 +41,8 @@ def plan_rows(
     starved = _reserve_least(lengths, placements, blocks)
     if starved and any(session is not None and session.rows_ahead for session in placements):
         settle()
+        # A step that failed took its requests along: they have no seat any more to get blocks for.
+        placements = [session if session is not None and session.resident else None for session in placements]
         lengths = _lengths(step, placements, drafts_wanted)
         starved = _reserve_least(lengths, placements, blocks)
     rows: list[FlightRow] = []

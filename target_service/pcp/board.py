@@ -1,6 +1,6 @@
 """Through what do ranks hear of a step, and see that the others live?
 
-One shared memory object that rank 0 makes: a page of words, one cache line each, every word with a single writer, and
+One shared memory object that rank 0 makes: words, one cache line each, every word with a single writer, and
 a ring of two orders. Rank 0 writes an order and moves a counter; the others sleep on it (engine/channel/futex.py says
 in which order things are seen), copy the order, and say that they have. A heartbeat per rank shows a process that
 hangs; `closed` sends everybody home.
