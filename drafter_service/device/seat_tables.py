@@ -45,3 +45,8 @@ class SeatTables:
         blocks = table[columns]
         self._sent[seat, columns] = blocks
         return columns + seat * table.shape[0], blocks
+
+    def forget(self, seat: int) -> None:
+        """What was sent of a seat's table may not have come: when the seat is next fresh, all of it is sent."""
+        self._sent[seat] = -1  # no block's id
+        self._num_sent[seat] = 0

@@ -166,11 +166,15 @@ class DeviceSteps:
             return False
         started = time.perf_counter()
         header, entry = end.ring(plan.seq)
-        step = StepUnderWay(plan, self._free.pop(), report, started, header, entry, end.reply(plan.seq))
+        reply = end.reply(plan.seq)
+        step = StepUnderWay(plan, self._free.pop(), report, started, header, entry, reply)
         try:
             self._enqueue(link, end, step)
-        except ChannelError as error:  # closed between two calls; its residents go with it
+        except ChannelError as error:  # closed between two calls; what the device was to hear of seats may not come
             _log.info("step %d of channel %s: %s", plan.seq, plan.channel_id, error)
+            for resident in filter(None, step.rows):
+                self._owners[resident.seat] = None
+                self._program.tables.forget(resident.seat)
         step.buffers.marks.set(DONE)
         self._under_way.append(step)
         self._completions.add(step)

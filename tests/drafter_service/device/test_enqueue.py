@@ -204,6 +204,42 @@ def test_no_more_steps_under_way_than_there_are_buffers(make_eagle3: MakeEagle3,
     assert harness.steps.num_under_way == 0
 
 
+@pytest.mark.parametrize("at", ["reply", "wait_entry", "publish_reply"])
+def test_a_launch_that_fails_leaves_nothing_half_told(
+    make_eagle3: MakeEagle3, make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """What a plan would have told the device of its seats is told again: it may never have come to it."""
+    harness = make_device(make_eagle3())
+    harness.add("old", prompt_of(20, 1))
+    harness.run(2, 2)
+    seat = harness.resident("old").seat
+    harness.remove("old")
+    request = harness.add("new", prompt_of(18, 2))
+    assert harness.resident("new").seat == seat
+    assert harness.target.local is not None
+
+    def refused(*_: object) -> None:
+        raise ChannelError("out of order")
+
+    num_free = len(harness.steps._free)
+    plan_rows = (RowRequest("new", 1, 2, 0, 18),)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.target.local.drafter, at, refused)
+        spec = harness.target.spec
+        try:
+            harness.follow(StepRequest(harness.target.seq + 1, spec.channel_id, spec.epoch, plan_rows, 1000))
+        except ChannelError:
+            assert at == "reply", "before anything was enqueued"
+    harness.settle()
+    assert len(harness.steps._free) == num_free
+    request.drafts = []
+    assert harness.step(2).num_drafted == 2
+    blocks = harness.speculator.placements.blocks  # type: ignore[attr-defined]
+    told = harness.program.tables.device[seat]
+    held = blocks.num_blocks(seat)
+    assert told[:held].tolist() == blocks.table_np[seat, :held].tolist()
+
+
 def test_plans_that_cannot_be(make_eagle3: MakeEagle3, make_device: MakeDevice) -> None:
     harness = make_device(make_eagle3())
     spec = harness.target.spec
