@@ -17,6 +17,7 @@ from drafter_service.residency import Resident
 from drafter_service.speculator import DraftRow
 from engine.channel.interface import ChannelSpec, RingEntry
 from engine.errors import ChannelError
+from kernels.layout import PAD_SLOT
 
 
 def copy_entry(entry: RingEntry, with_hidden: bool, with_layout: bool) -> RingEntry:
@@ -80,6 +81,14 @@ def check_entry(entry: RingEntry, spec: ChannelSpec, num_rows: int) -> None:
         expected = torch.arange(entry.num_tokens) - torch.repeat_interleave(starts[:-1] - contexts, lens)
         if not torch.equal(entry.positions, expected):
             raise ChannelError("positions: not those of the rows' context and query lengths")
+    num_slots = spec.num_blocks * spec.block_size
+    # Empty where the layout was not copied: then nobody reads it.
+    for name, values, lowest, end in (
+        ("slot_mapping", entry.slot_mapping, PAD_SLOT, num_slots),
+        ("block_tables", entry.block_tables, 0, spec.num_blocks),
+    ):
+        if values.numel() and (int(values.min()) < lowest or int(values.max()) >= end):
+            raise ChannelError(f"{name}: outside the target's cache of {spec.num_blocks} blocks")
 
 
 def draft_rows(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from drafter_service.eagle3.head import Eagle3Head
 from drafter_service.eagle3.speculator import Eagle3Speculator
 from drafter_service.entries import check_entry, copy_entry
 from drafter_service.messages import RowRequest, StepRequest
 from drafter_service.ngram import NgramSpeculator
 from engine.channel.interface import RingEntry
 from engine.errors import ChannelError
+from tests.drafter_service.conftest import LAYERS, SETTINGS
 from tests.drafter_service.harness import Harness, prompt_of
 
 MakeHarness = Callable[..., Harness]
@@ -137,10 +140,14 @@ def entry_of(harness: Harness) -> RingEntry:
         ("anchors", 0, 9999),
         ("next_prompt_tokens", 0, -2),
         ("positions", 1, 4),
+        ("slot_mapping", 1, 512 * 4),
+        ("slot_mapping", 1, -2),
+        ("block_tables", (0, 1), 512),
+        ("block_tables", (0, 1), -1),
     ],
 )
 def test_nonsense_in_an_entry_is_named(
-    make_harness: MakeHarness, eagle3: Eagle3Speculator, name: str, index: int, value: int
+    make_harness: MakeHarness, eagle3: Eagle3Speculator, name: str, index: int | tuple[int, int], value: int
 ) -> None:
     harness = make_harness(eagle3)
     harness.add("r", prompt_of(6, 1))
@@ -160,6 +167,19 @@ def test_a_nonsense_entry_is_a_missed_step(make_harness: MakeHarness, eagle3: Ea
     report = harness.follow(plan_of(harness, seq))  # two rows planned, one in the entry
     assert report.missed
     eagle3.check_integrity()
+
+
+def test_garbage_in_the_layout_of_reuse_is_a_missed_step(make_harness: MakeHarness, head: Eagle3Head) -> None:
+    speculator = Eagle3Speculator(head, LAYERS, replace(SETTINGS, metadata_source="reuse"))
+    harness = make_harness(speculator, lookahead=8)
+    request = harness.add("r", prompt_of(6, 1))
+    seq = harness.target.step(harness.target.plan_rows([request], 64))
+    shared = harness.channel.take_entry(seq, 0.0)
+    assert shared is not None
+    shared.slot_mapping[2] = 2**50
+    before = speculator.kv.k(0).clone()
+    assert harness.follow(plan_of(harness, seq)).missed
+    assert torch.equal(speculator.kv.k(0), before)
 
 
 def test_an_entry_that_is_overwritten_already_is_not_waited_for(make_harness: MakeHarness) -> None:
