@@ -33,6 +33,7 @@ from engine.channel.layout import (
 )
 from engine.channel.memory import ExportedMemory, attach_memory
 from engine.channel.reply import check_reply_shapes, fill_reply, usable_tokens
+from engine.channel.views import region_tensors
 from engine.errors import ChannelError
 
 KIND = "shm"
@@ -186,6 +187,8 @@ class ShmDrafterChannel:
         # The counter says that the entry was published; the tag, read after the counts, that they are still its own.
         if not self.entry_intact(seq):
             return None
+        if not (0 <= num_rows <= self.spec.max_rows and 0 <= num_tokens <= self.spec.max_tokens):
+            return None
         return _ring_entry(self._regions, self.spec, seq, num_rows, num_tokens)
 
     def entry_intact(self, seq: int) -> bool:
@@ -246,18 +249,9 @@ def check_entry_size(spec: ChannelSpec, num_rows: int, num_tokens: int) -> None:
 
 
 def _region_tensors(buffer: mmap.mmap, layout: ChannelLayout) -> dict[str, torch.Tensor]:
-    """Every region as a tensor over the mapping.
-
-    torch holds the mapping itself, so it lives as long as any view does.
-    """
-    # Ordinary tensors, whatever mode the caller is in: one made in inference mode can only be written in it.
-    with torch.inference_mode(False):
-        return {
-            region.name: torch.frombuffer(
-                buffer, dtype=region.dtype, count=region.num_bytes // region.dtype.itemsize, offset=region.offset
-            ).view(region.shape)
-            for region in layout.regions
-        }
+    """Every region over the mapping. torch holds the mapping itself, so it lives as long as any view does."""
+    with torch.inference_mode(False):  # as in region_tensors
+        return region_tensors(torch.frombuffer(buffer, dtype=torch.uint8), layout)
 
 
 def _ring_entry(

@@ -198,6 +198,15 @@ def test_another_epoch_is_absent() -> None:
         assert target.take_reply(1, NO_WAIT) is None
 
 
+@pytest.mark.parametrize(("word", "value"), [(2, SPEC.max_rows + 1), (2, -1), (3, SPEC.max_tokens + 1), (3, 2**40)])
+def test_an_entry_of_impossible_size_is_absent(word: int, value: int) -> None:
+    """Nobody allocates by what a peer wrote."""
+    with channel_pair() as (target, drafter):
+        publish(target, 1)
+        target._regions["ring.header"][1 % SPEC.depth, word] = value
+        assert drafter.take_entry(1, NO_WAIT) is None
+
+
 def test_bounds_name_what_was_exceeded() -> None:
     with channel_pair() as (target, drafter):
         with pytest.raises(ChannelError, match="^max_rows: "):
