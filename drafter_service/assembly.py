@@ -70,7 +70,8 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
             with _naming_the_checkpoint(config.checkpoint):
                 directory = fetch_model(config.checkpoint)
                 decoder = Decoder.load(directory, _DTYPES[config.dtype], device, config.load_format)
-            return DraftModelSpeculator(decoder, settings)
+            with _naming_the_attention():
+                return DraftModelSpeculator(decoder, settings)
         case "eagle3":
             if target_model is None:
                 raise ConfigError("model", "method eagle3 reads the target's embedding, so it must be named")
@@ -169,6 +170,17 @@ def _naming_the_checkpoint(name: str | None) -> Iterator[None]:
         raise ConfigError("drafter.checkpoint", detail) from error
 
 
+@contextmanager
+def _naming_the_attention() -> Iterator[None]:
+    """A backend that is not installed, or cannot run the shape, becomes a ConfigError of the key that names it."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("attention: "):  # as kernels/attention/registry.py has it
+            raise
+        raise ConfigError("drafter.attention", str(error).removeprefix("attention: ")) from error
+
+
 def _eagle3(
     config: DrafterConfig, settings: CacheSettings, target_directory: Path, device: torch.device
 ) -> Eagle3Speculator:
@@ -200,7 +212,8 @@ def _eagle3(
     with _naming_the_checkpoint(config.checkpoint):
         hidden_layers = head.config.layers_of_target(target.num_layers)
     head.pack()
-    return Eagle3Speculator(head, hidden_layers, settings)
+    with _naming_the_attention():
+        return Eagle3Speculator(head, hidden_layers, settings)
 
 
 def _random_head(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Eagle3Head:

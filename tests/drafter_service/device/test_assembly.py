@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,16 @@ def test_devices_that_are_none(device: str) -> None:
 def test_a_device_that_is_not_there_is_named(tiny_directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"drafter\.device"):
         make_speculator(DrafterConfig(**{**SMALL, "device": "cuda", "attention": "triton"}), str(tiny_directory))
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="flashinfer is installed here")
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_an_attention_backend_that_cannot_be_had_is_named(tiny_directory: Path, method: str) -> None:
+    settings = {**SMALL, "method": method, "attention": "flashinfer", "execution": "host"}
+    if method == "draft_model":
+        settings |= {"random_head": None, "checkpoint": str(tiny_directory)}
+    with pytest.raises(ConfigError, match=r"drafter\.attention: .*flashinfer"):
+        make_speculator(DrafterConfig(**settings), str(tiny_directory))
 
 
 def test_a_drafter_in_the_target_s_process(tiny_directory: Path, decoder: Decoder) -> None:
