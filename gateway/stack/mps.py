@@ -27,13 +27,18 @@ PATIENCE_S = 5.0
 
 
 def shares_gpu(settings: StackSettings) -> bool:
-    """Whether the config puts target and drafter on one GPU and lets them share it (`gateway.mps`, `auto` or `off`)."""
+    """Whether the config puts the drafter and a rank of the target on one GPU and lets them share it (`gateway.mps`,
+    `auto` or `off`).
+    """
     choice = _value(settings, "gateway", "mps", "auto")
     # YAML reads a bare `off` as false.
     if choice not in ("auto", "off", False):
         raise ConfigError("gateway.mps", f"must be auto or off, got {choice!r}")
-    devices = [_gpu(_value(settings, name, "device", "cpu")) for name in ("target", "drafter")]
-    return choice == "auto" and settings.drafter is not None and devices[0] is not None and devices[0] == devices[1]
+    first, drafter = (_gpu(_value(settings, name, "device", "cpu")) for name in ("target", "drafter"))
+    if choice != "auto" or settings.drafter is None or first is None or drafter is None:
+        return False
+    num_ranks = _value(settings, "target", "pcp_size", "1")  # rank r runs on the r-th GPU from the first
+    return first <= drafter < first + (int(str(num_ranks)) if str(num_ranks).isdecimal() else 1)
 
 
 @asynccontextmanager

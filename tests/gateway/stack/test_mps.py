@@ -101,6 +101,25 @@ def test_a_daemon_is_for_two_services_on_one_gpu(
     assert load_config(settings.path).gateway.mps == ("auto" if choice == "auto" else "off")
 
 
+@pytest.mark.parametrize(
+    ("target", "pcp_size", "drafter", "shared"),
+    [
+        ("cuda", 2, "cuda:1", True),
+        ("cuda:1", 4, "cuda:4", True),
+        ("cuda", 2, "cuda:2", False),
+        ("cuda:1", 2, "cuda", False),
+        ("cpu", 2, "cuda:1", False),
+    ],
+)
+def test_the_ranks_of_a_target_may_share_their_gpus_too(
+    tmp_path: Path, target: str, pcp_size: int, drafter: str, shared: bool
+) -> None:
+    content = {name: dict(value) if isinstance(value, dict) else value for name, value in GOOD.items()}
+    content["target"] |= {"device": target, "pcp_size": pcp_size}
+    content["drafter"]["device"] = drafter
+    assert mps.shares_gpu(load_settings(write(tmp_path, content))) is shared
+
+
 def test_a_stack_without_drafter_needs_none(tmp_path: Path) -> None:
     content = {**GOOD, "target": {**GOOD["target"], "device": "cuda"}, "gateway": {**GOOD["gateway"], "drafter": None}}
     del content["drafter"]
