@@ -49,7 +49,7 @@ def test_prefix_hits_change_nothing(stack: Stack, models: Models, variant: Varia
     answers = [stack.complete(list(prompt), NUM_TOKENS, draft_len=3, ignore_eos=True) for _ in range(3)]
     assert [_token_ids(answer) for answer in answers] == [models.greedy(prompt, NUM_TOKENS)] * 3
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    if variant.name.startswith("eagle3-reuse"):
+    if "eagle3-reuse" in variant.name:
         assert cached == [0, 0, 0]  # draft KV in a shared block would depend on another request's next token
     else:
         assert cached[-1] > 0
