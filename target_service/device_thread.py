@@ -131,6 +131,8 @@ class DeviceThread:
     def _watch(self) -> None:
         """Wait for each step under way, in order, and tell the device thread, which completes it."""
         for flight in iter(self._watched.get, None):
+            if flight.reply is not None:
+                continue  # completed meanwhile; what one would wait on may be a later step's by now
             try:
                 flight.landing.wait()
             except RuntimeError as error:  # the device thread meets the same error when it completes the step

@@ -86,7 +86,8 @@ class HostPlan:
 class PlanBuffer:
     """The device's buffer, and the host's. `rows`: the rows' fields as tensors on the device, max_rows + 1 elements.
 
-    The device has one: the next step's copy comes after this step's kernels, by the order of the stream.
+    The device has one: the next step's copy comes after this step's kernels, by the order of the stream. `host`: those
+    of the steps under way; `blank`: one without rows, which nobody changes.
     """
 
     def __init__(self, max_rows: int, tail_bytes: int, num_host: int, device: torch.device) -> None:
@@ -104,10 +105,11 @@ class PlanBuffer:
             for name, (dtype, _) in FIELDS.items()
         }
         self._first: dict[int, dict[str, torch.Tensor]] = {}
-        self.host = [
+        plans = [
             HostPlan(torch.zeros(size, dtype=torch.uint8, pin_memory=pinned), offsets, max_rows, end)
-            for _ in range(num_host)
+            for _ in range(num_host + 1)
         ]
+        self.blank, self.host = plans[0], plans[1:]
 
     def first(self, num_rows: int) -> dict[str, torch.Tensor]:
         """The fields of the first num_rows rows; views that are made once."""

@@ -200,7 +200,7 @@ class DeviceRunner:
         self, hidden_layers: tuple[int, ...], query_lens: Sequence[int], channel: OpenChannel | None = None
     ) -> Iterator[Callable[[], None]]:
         """What would be slow the first time, in pieces: see `warming`. To be called while nothing is under way."""
-        return self._warming.jobs(self._slots[0].plan, hidden_layers, query_lens, channel)
+        return self._warming.jobs(self._plans.blank, hidden_layers, query_lens, channel)
 
     def idle(self, channels: Sequence[OpenChannel]) -> bool:
         """Do one piece of what steps over these channels would find slow the first time. False: there is nothing."""

@@ -36,7 +36,7 @@ Take = Callable[[Launch, int, torch.Tensor | None], None]
 class Warming:
     """Makes the jobs. Used by one thread, while nothing is under way.
 
-    plan: a host buffer that no step has. take: the runner's call of `take_drafts`.
+    plan: a host buffer that no step ever has. take: the runner's call of `take_drafts`.
     """
 
     def __init__(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from target_service.assembly import warm_up
+from target_service.device.plan_buffer import HostPlan, PlanBuffer
 from tests.target_service.device.bench import Bench, LocalDrafter, Planner, outputs_without_drafts
 from tests.target_service.device.test_equality import known_of, make_requests
 
@@ -59,3 +61,35 @@ def test_where_there_is_nothing_to_warm(tiny_dir: Path) -> None:
         assert bench.channel is not None
         assert not bench.engine.device_runner.idle([bench.channel])
     assert said == []
+
+
+def test_warming_shares_no_host_memory_with_steps(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the copy of a job's plan may still wait its turn when the next step's plan is written: it must not find
+    that step's rows, which the job would then run.
+    """
+    bench = Bench(tiny_dir, max_step_tokens=64, channel_depth=2)
+    runner = bench.engine.device_runner
+    assert runner is not None
+    uploaded: list[int] = []
+    upload = PlanBuffer.upload
+
+    def seen(buffer: PlanBuffer, plan: HostPlan) -> None:
+        uploaded.append(plan.memory.data_ptr())
+        upload(buffer, plan)
+
+    monkeypatch.setattr(PlanBuffer, "upload", seen)
+    planner = Planner(bench, 2)
+    requests = make_requests(2, seed=8, draft_len=0)
+    with torch.inference_mode():
+        for job in runner.warm_up_jobs((0, 2), (1, 4), bench.channel):
+            job()
+    of_jobs = set(uploaded)
+    uploaded.clear()
+    for request in requests:
+        planner.place(request)
+    for _ in range(4):
+        planner.launch([request for request in requests if planner.can_plan(request)])
+    assert len(of_jobs) == 1
+    assert len(set(uploaded)) == 2
+    assert of_jobs.isdisjoint(uploaded)
+    planner.drain()

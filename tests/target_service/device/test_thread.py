@@ -1,0 +1,91 @@
+"""The thread that waits for steps under way while another one, which may be quicker, completes them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import cast
+
+from target_service.channels import OpenChannel, TargetChannels
+from target_service.device.marks import Marks
+from target_service.device_thread import DeviceThread
+from target_service.messages import RowRequest, StepReply, StepRequest
+from tests.target_service.device.bench import Bench, Request
+
+WAIT_S = 10.0
+
+
+class _Landing:
+    """The device is done at once. `watched`: the watcher has come to wait for it, which ends with `gate`."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self.watched = threading.Event()
+        self._gate = gate
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if threading.current_thread().name == "device-watcher":
+            self.watched.set()
+            assert self._gate.wait(WAIT_S)
+
+
+class _NoChannels:
+    def in_use(self) -> list[OpenChannel]:
+        return []
+
+    def close_retired(self) -> None:
+        pass
+
+
+def test_who_watches_does_not_wait_for_what_was_completed_meanwhile(tiny_dir: Path) -> None:
+    """What it would wait on may be another step's by then, so that the steps in between were told of late."""
+    bench = Bench(tiny_dir, channel_depth=4)
+    runner = bench.engine.device_runner
+    assert runner is not None
+    bench.core.channels = cast(TargetChannels, _NoChannels())
+    gates = [threading.Event() for _ in range(3)]
+    landings: list[_Landing] = []
+
+    def make_landing(marks: Marks) -> _Landing:
+        landings.append(_Landing(gates[len(landings)]))
+        return landings[-1]
+
+    runner.make_landing = make_landing
+    request = Request("a", [5, 6, 7], 30)
+    bench.admit(request.admission())
+    thread = DeviceThread(bench.core, 8, None, lambda: None)
+    thread.start()
+    try:
+        for seq in (1, 2, 3):
+            lens = (0, 3) if seq == 1 else (seq + 1, 1)
+            row = RowRequest("a", 1, *lens, 0, 0, True)
+            assert thread.submit(bench.stream, StepRequest(seq, "", 0, (row,), 0, 100, ahead=3))
+            if seq == 1:
+                assert landings_have(landings, 1)
+        for seq in (1, 2):  # completed, as the third step came
+            reply = bench.stream.outbox.take(WAIT_S)
+            assert isinstance(reply, StepReply)
+            assert reply.seq == seq
+        gates[0].set()
+        assert landings_have(landings, 3)
+        assert [landing.watched.is_set() for landing in landings] == [True, False, True]
+        gates[2].set()
+        reply = bench.stream.outbox.take(WAIT_S)
+        assert isinstance(reply, StepReply)
+        assert reply.seq == 3
+    finally:
+        for gate in gates:
+            gate.set()
+        thread.stop(WAIT_S)
+
+
+def landings_have(landings: list[_Landing], count: int) -> bool:
+    """Whether the watcher comes to landing number `count`, in time."""
+    pause = threading.Event()
+    for _ in range(int(WAIT_S / 0.01)):
+        if len(landings) >= count and landings[count - 1].watched.is_set():
+            return True
+        pause.wait(0.01)
+    return False
