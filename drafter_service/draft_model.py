@@ -82,6 +82,7 @@ class DraftModelSpeculator:
                 config.head_dim,
                 config.attention_scale,
                 group.window,
+                decoder.device,
             )
             for group in decoder.groups
         ]

@@ -88,6 +88,7 @@ def _attention(config: TargetConfig, decoder: Decoder, group: KVGroup) -> Attent
             model.head_dim,
             model.attention_scale,
             group.window,
+            decoder.device,
         )
     except ValueError as error:
         raise ConfigError("target.attention", str(error).removeprefix("attention: ")) from error

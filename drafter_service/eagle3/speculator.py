@@ -83,7 +83,13 @@ class Eagle3Speculator:
             self.device,
         )
         self.attention = make_attention(
-            settings.attention, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, None
+            settings.attention,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            None,
+            self.device,
         )
         all_ids = torch.arange(config.draft_vocab_size, device=self.device)
         identity = config.draft_vocab_size == config.vocab_size

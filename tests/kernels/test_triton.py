@@ -82,6 +82,17 @@ def test_the_backend_is_there_only_where_triton_is(monkeypatch: pytest.MonkeyPat
     assert available_backends() == ("torch", "triton", "flashinfer", "reference")
 
 
+@NEEDS_TRITON
+def test_a_backend_of_gpus_is_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="triton.*on a GPU, not on cpu"):
+        make_attention("triton", 4, 2, 8, 0.3, None, torch.device("cpu"))
+    assert make_attention("triton", 4, 2, 8, 0.3, None, torch.device("cuda", 1)).name == "triton"
+    assert make_attention("torch", 4, 2, 8, 0.3, None, torch.device("cpu")).name == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert make_attention("triton", 4, 2, 8, 0.3, None, torch.device("cpu")).name == "triton"
+
+
 def in_a_process(arguments: list[str], tmp_path: Path, **variables: str) -> str:
     """Output of python with these arguments; fails with it where it does not end with 0."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1", **variables}

@@ -122,6 +122,7 @@ def test_bad_config_is_one_line(tmp_path: Path, tiny_dir: Path, capsys: pytest.C
             ({"max_model_len": 513}, "target.max_model_len: "),
             ({"listen": "192.0.2.1:1"}, "target.listen: "),
             ({"num_blocks": 1 << 24, "block_size": 1024}, "target.num_blocks: "),
+            ({"attention": "triton"}, "target.attention: "),  # on a CPU
             ({"execution": "device"}, "target.execution: "),  # with an attention that needs the host
             ({"channel_kinds": ["cuda_ipc"]}, "target.channel_kinds: "),
             ({"accept": "synthetic:9.5"}, "target.accept: "),  # seven drafts at most
