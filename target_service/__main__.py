@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None, on_failure: Callable[[], object] = 
         on_failure()
         stop.ask()
 
+    target: Target | None = None
     try:
         config = load_section(options.config, "target", TargetConfig)
         model_name = load_model_name(options.config, options.model)
@@ -51,6 +52,8 @@ def main(arguments: list[str] | None = None, on_failure: Callable[[], object] = 
         server = TargetServer(config, target, on_failure=fail)
         warm_up(target.engine, (1, config.max_verify_len + 1), lambda line: print(f"target: {line}", flush=True))
     except OutriderError as error:
+        if target is not None:
+            target.close()
         print(f"target_service: {error}", file=sys.stderr)
         return 2
     server.start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import ConfigError
 from protos import common_pb2
+from target_service.__main__ import main
 from target_service.assembly import build_target
 from target_service.config import TargetConfig
 from target_service.pcp.__main__ import LOST_STATUS
@@ -193,3 +196,16 @@ def test_a_rank_that_cannot_start_ends_the_start(tmp_path: Path, tiny_dir: Path,
     assert process.wait(60) == 2
     assert "target_service: not all ranks were loaded within 0.1 s" in process.output
     assert not boards_of(process)
+
+
+def test_a_target_that_cannot_listen_lets_its_ranks_go(
+    tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had joined already: the process must not end with a group that others are still in."""
+    monkeypatch.setattr("target_service.__main__.StopSignal", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = write_config(tmp_path / "target.yaml", tiny_dir, pcp_size=2, listen=f"127.0.0.1:{port}")
+        assert main(["--config", str(config)]) == 2
+    assert not [child for child in psutil.Process().children() if "target_service.pcp" in child.cmdline()]
+    assert not list(SHM.glob(f"outrider-{os.getpid()}-*"))
