@@ -7,9 +7,10 @@ blocks and tensors have one owner.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from engine.errors import IntegrityError, InvalidRequest, OutriderError, ProtocolError, RanksLost
@@ -217,7 +218,8 @@ class TargetCore:
             session = self.sessions.find(admission.request_id, admission.epoch, stream.stream_id)
             if session is None:
                 raise IntegrityError(f"request {admission.request_id} was admitted and is not resident")
-            self._runner.place(session)
+            with self._letting_go(stream, admission):
+                self._runner.place(session)
         return reply
 
     def _step(self, stream: GatewayStream, step: StepRequest) -> StepReply | Flight:
@@ -237,11 +239,8 @@ class TargetCore:
                 self.sessions.check_row(f"rows[{index}]", row, session, planned_ahead=step.ahead > 0)
         channel = self.channels.find(step.channel_id, step.channel_epoch) if step.channel_id else None
         deadline_s = min(step.deadline_ms / 1e3, self._max_wait_s)
-        try:
+        with self._letting_go(stream, step):
             outcome = self._runner.launch(step, sessions, channel, deadline_s, self.settle)
-        except OutriderError:  # what it has moved on already, nobody knows; `_guarded` sees to all other errors
-            self._abandon(stream, step)
-            raise
         if isinstance(outcome, Flight):
             self._flights.append((stream, outcome))
         return outcome
@@ -250,6 +249,15 @@ class TargetCore:
         if (row.request_id, row.epoch) in stream.withdrawn:
             return None  # its release waits behind this plan, which was sent ahead: nobody reads what it would give
         return self.sessions.find(row.request_id, row.epoch, stream.stream_id)
+
+    @contextlib.contextmanager
+    def _letting_go(self, stream: GatewayStream, command: Command) -> Iterator[None]:
+        """An error of ours in here comes when something may have moved on already. `_guarded` sees to all others."""
+        try:
+            yield
+        except OutriderError:
+            self._abandon(stream, command)
+            raise
 
     def _abandon(self, stream: GatewayStream, command: Command) -> None:
         """After a bug in the middle of a command: what it touched is not to be trusted, so its requests are let go."""
