@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_DRAFTER_ID_LEN = 100
+MAX_ATTACHES = 64  # under way at once, for all gateways together
 POLL_S = 0.5  # how often a quiet Exchange stream looks whether its channel is still open
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -80,16 +81,25 @@ class TargetConnector:
         self._timeout_s = attach_timeout_s
         self._heartbeat_deadline_s = heartbeat_deadline_s
         self._pool = ThreadPoolExecutor(max_concurrent, thread_name_prefix="attach")
+        self._places = threading.BoundedSemaphore(MAX_ATTACHES)
 
     def start_attach(self, stream: GatewayStream, target_address: str, submit: Submit) -> None:
         """Attach for a gateway's stream; the outcome is submitted to it as a command. Returns at once."""
         gateway_id = stream.gateway_id or ""
+        if not self._places.acquire(blocking=False):
+            submit(stream, AttachOutcome(target_address, None, f"{MAX_ATTACHES} attaches are under way already"))
+            return
 
         def run() -> None:
             try:
                 outcome = AttachOutcome(target_address, self.attach(gateway_id, target_address))
             except ChannelError as error:
                 outcome = AttachOutcome(target_address, None, str(error))
+            except Exception as error:  # nobody sees what a pool's thread raises, and the gateway waits for an answer
+                _log.exception("attaching to %s", target_address)
+                outcome = AttachOutcome(target_address, None, f"{type(error).__name__}: {error}")
+            finally:
+                self._places.release()
             if not submit(stream, outcome) and outcome.attached is not None:
                 outcome.attached.detach()
 
