@@ -39,9 +39,9 @@ class DeviceOptions:
 class DrafterProgram(Protocol):
     """One method of drafting on a device. Used by one thread, always on the same stream.
 
-    taken: what `take_entry` fills; layout: where it
-    mirrors the target's own to, or None. report: [words] int64, what the host reads back of a step (`ReportLayout`);
-    taken's records and ids lie in it. drafts: [max_rows, max_draft_len] int64, any stride.
+    taken: what `take_entry` fills; layout: where it mirrors the target's own to, or None. report: [words] int64, what
+    the host reads back of a step (`ReportLayout`); taken's records and ids lie in it. drafts: [max_rows, max_draft_len]
+    int64, any stride.
     """
 
     device: torch.device

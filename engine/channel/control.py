@@ -151,10 +151,7 @@ class ControlPage:
         return not self.closed and time.monotonic_ns() - self.get(Word.TARGET_BEAT_NS) < deadline_ns
 
     def drafter_alive(self, deadline_ns: int, attach_ns: int) -> bool:
-        """Whether the drafter's heartbeat is younger than deadline_ns;
-
-        before it attached, the channel than attach_ns.
-        """
+        """Whether the drafter's heartbeat is younger than deadline_ns, or the channel than attach_ns before it came."""
         state = self.get(Word.DRAFTER_STATE)
         if state == DrafterState.ABSENT:
             return not self.closed and time.monotonic_ns() - self.get(Word.OPENED_NS) < attach_ns

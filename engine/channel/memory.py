@@ -4,8 +4,8 @@ A file under /dev/shm, mapped. The exporter creates it, holds an exclusive flock
 unlinks it on close, at interpreter exit, or never when it is killed: then the kernel drops the lock with the process,
 and whoever opens the next channel on the machine finds the file unlocked and removes it (`reap`). A lock knows no
 process ids, so this holds across containers that share /dev/shm; the pid is in the name for people only. Python's
-multiprocessing.shared_memory is not
-used: before 3.13 its resource tracker unlinks the object when a process that merely attached it ends.
+multiprocessing.shared_memory is not used: before 3.13 its resource tracker unlinks the object when a process that
+merely attached it ends.
 """
 
 from __future__ import annotations
@@ -51,17 +51,13 @@ class ExportedMemory:
         return self.path.name
 
     def close(self) -> None:
-        """Unlink. The mapping lives until the last tensor made of it is gone:
-
-        views may be in other hands. Idempotent.
-        """
+        """Unlink. The mapping lives until the last tensor made of it is gone. Idempotent."""
         self._free()
 
 
 def attach_memory(name: str, num_bytes: int, shm_dir: Path = SHM_DIR) -> mmap.mmap:
-    """Map another process's object;
-
-    the caller's only duty is to drop it. ChannelError: not there, not ours, too small.
+    """Map another process's object; the caller's only duty is to drop it. ChannelError: not there, not ours, or of
+    another size.
     """
     if not name.startswith(PREFIX) or "/" in name:
         raise ChannelError(f"handle: {name!r} is not the name of a channel's memory")
