@@ -209,3 +209,58 @@ def test_a_target_that_cannot_listen_lets_its_ranks_go(
         assert main(["--config", str(config)]) == 2
     assert not [child for child in psutil.Process().children() if "target_service.pcp" in child.cmdline()]
     assert not list(SHM.glob(f"outrider-{os.getpid()}-*"))
+
+
+def test_a_bug_in_a_rank_ends_the_target(tmp_path: Path, tiny_dir: Path, processes: ProcessGroup) -> None:
+    """However the rank's process takes its end: its heartbeat goes first."""
+    address, process = start(processes, tmp_path, tiny_dir)
+    (board,) = boards_of(process)
+    health = Health(address)
+    with Gateway(address) as gateway:
+        driver = Driver(gateway)
+        running = driver.request(prompt_of(20), 10)
+        driver.admit(running)
+        gateway.send(plan=common_pb2.StepPlan(seq=1, rows=[driver.row(running)]))
+        gateway.event("result")
+        began = time.monotonic()
+        with board.open("r+b") as file:
+            file.seek(10 * 64)  # behind the words of two ranks: the first place of the ring
+            file.write((2).to_bytes(8, "little") + (1 << 40).to_bytes(8, "little"))  # an order of so many rows
+            file.seek(64)
+            file.write((2).to_bytes(8, "little"))
+        when(lambda: len(health.seen) > 1, NOTICE_S)
+        assert process.wait(10) == 1, process.output
+        assert time.monotonic() - began < NOTICE_S + 5
+    health.close()
+    assert "ValueError" in process.output
+
+
+BUG_IN_RANK_0 = """
+import os, sys
+from engine.decoder import Decoder
+from target_service.__main__ import end_soon, main
+
+def broken(*arguments, **named):
+    raise ValueError("no such luck")
+
+Decoder.forward = broken
+os._exit(main(sys.argv[1:], on_failure=end_soon))
+"""
+
+
+def test_a_bug_in_rank_0_ends_the_target(tmp_path: Path, tiny_dir: Path, processes: ProcessGroup) -> None:
+    """The other rank is in the middle of the step, and would wait in it for its end."""
+    config = write_config(tmp_path / "target.yaml", tiny_dir, pcp_size=2, drain_s=1)
+    process = processes.python("-c", BUG_IN_RANK_0, "--config", str(config))
+    address = process.wait_for_line(r"target ready on (\S+) ", 90).group(1)
+    (rank,) = ranks_of(process)
+    with Gateway(address) as gateway:
+        driver = Driver(gateway)
+        running = driver.request(prompt_of(20), 10)
+        driver.admit(running)
+        gateway.send(plan=common_pb2.StepPlan(seq=1, rows=[driver.row(running)]))
+        assert process.wait(10) == 1, process.output
+    assert "step 1 over 2 ranks failed: no such luck" in process.output
+    psutil.wait_procs([rank], timeout=5)
+    assert not rank.is_running()
+    assert not boards_of(process)
