@@ -81,15 +81,18 @@ class Ranks:
         """Wait until all have loaded, then make the group. RanksLost when one ends first, or takes too long."""
         self._wait_all(RankState.LOADED, self._config.pcp_start_timeout_s)
         self.board.start_joining()
-        self._group = TorchGroup(
-            0,
-            self._config.pcp_size,
-            self._backend,
-            self._store.port,
-            device,
-            JOIN_TIMEOUT_S,
-            self._config.pcp_timeout_s,
-        )
+        try:
+            self._group = TorchGroup(
+                0,
+                self._config.pcp_size,
+                self._backend,
+                self._store.port,
+                device,
+                JOIN_TIMEOUT_S,
+                self._config.pcp_timeout_s,
+            )
+        except RuntimeError as error:  # torch.distributed's, of all sorts
+            raise RanksLost(self._reason or f"the ranks did not meet: {str(error).partition(chr(10))[0]}") from error
         self._wait_all(RankState.JOINED, JOIN_TIMEOUT_S)
         _log.info("%d ranks over %s: processes %s", self._config.pcp_size, self._backend, self.pids)
         return self._group

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RanksLost
 from protos import common_pb2
 from target_service.__main__ import main
 from target_service.assembly import build_target
@@ -264,3 +264,14 @@ def test_a_bug_in_rank_0_ends_the_target(tmp_path: Path, tiny_dir: Path, process
     psutil.wait_procs([rank], timeout=5)
     assert not rank.is_running()
     assert not boards_of(process)
+
+
+def test_ranks_that_do_not_meet_end_the_start(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(*arguments: Any) -> Any:
+        raise RuntimeError("Connection closed by peer\nand a long trace")
+
+    monkeypatch.setattr("target_service.pcp.ranks.TorchGroup", alone)
+    config = TargetConfig.model_validate({"pcp_size": 2, "threads": 1, "num_blocks": 16})
+    with pytest.raises(RanksLost, match=r"^the ranks did not meet: Connection closed by peer$"):
+        build_target(config, "tiny", tiny_dir)
+    assert not [child for child in psutil.Process().children() if "target_service.pcp" in child.cmdline()]
