@@ -131,8 +131,9 @@ def _take(
     is_row = row < num_rows
     start = tl.load(starts_ptr + row, mask=is_row & present, other=0)
     end = tl.load(starts_ptr + row + 1, mask=is_row & present, other=0)
-    start = tl.where(is_row, start, total)
-    end = tl.where(is_row, end, total)
+    # Read after they were checked: a peer that overwrites the entry meanwhile must not lead past the buffers.
+    start = tl.where(is_row, tl.minimum(tl.maximum(start, 0), total), total)
+    end = tl.where(is_row, tl.minimum(tl.maximum(end, start), total), total)
     tl.store(out_starts_ptr + row, start)
     if row == padded_rows:
         # Behind the real tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from kernels.reference import append_anchors as plain_append
 from kernels.reference import finish_reply as plain_finish
 from kernels.reference import take_entry as plain_take
 from kernels.triton import append_anchors, finish_reply, take_entry
-from tests.kernels.entries import EPOCH, SEQ, VOCAB, Case, make_case, swapped_tag, with_garbage
-from tests.kernels.triton.device import DEVICE, MANY
+from tests.kernels.entries import EPOCH, MAX_TOKENS, SEQ, VOCAB, Case, make_case, swapped_tag, with_garbage
+from tests.kernels.triton.device import DEVICE, MANY, ON_GPU
 
 
 def assert_same(case: Case) -> None:
@@ -88,3 +89,32 @@ def test_anchors_behind_their_rows(seed: int) -> None:
         steps = (one.taken.step_positions, one.taken.step_seq_lens)
         results.append([tensor.tolist() for tensor in (*outputs, *steps)])
     assert results[0] == results[1]
+
+
+@pytest.mark.skipif(ON_GPU, reason="only the interpreter can stop a program in its middle")
+@pytest.mark.parametrize("garbage", [2**30, -(2**30), MAX_TOKENS - 1])
+def test_starts_that_change_once_they_were_checked_lead_nowhere(monkeypatch: pytest.MonkeyPatch, garbage: int) -> None:
+    """A late drafter reads what the target is overwriting: every program looks, and looks again."""
+    case = make_case(5, with_layout=True)
+    starts, right = case.entry.query_start_loc, case.entry.query_start_loc.clone()
+    num_rows, num_tokens = case.plan.shape[1], int(right[case.plan.shape[1]])
+    behind = {name: torch.full((MAX_TOKENS,), 321) for name in ("positions", "input_ids")}
+    slots = torch.full((MAX_TOKENS,), 321)
+    padded = case.taken.positions.shape[0]
+    case.taken = replace(case.taken, **{name: buffer[:padded] for name, buffer in behind.items()})
+    assert case.layout is not None
+    case.layout = replace(case.layout, slots=slots[:padded])
+    check = take_entry._entry_tokens
+
+    def overtaken(*arguments: Any) -> Any:
+        starts.copy_(right)
+        tokens = check(*arguments)
+        starts[1:] = garbage
+        return tokens
+
+    monkeypatch.setattr(take_entry, "_entry_tokens", overtaken)
+    arguments: tuple[Any, ...] = case.arguments()
+    take_entry.take_entry(*arguments)
+    assert all(buffer[padded:].eq(321).all() for buffer in (*behind.values(), slots))
+    assert 0 <= int(case.taken.query_start_loc.min()) <= int(case.taken.query_start_loc.max()) <= num_tokens
+    assert case.taken.seats[:num_rows].max() <= case.plan.max()
