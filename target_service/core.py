@@ -196,6 +196,8 @@ class TargetCore:
     def _dispatch(self, stream: GatewayStream, command: Command) -> Event | Flight:
         if isinstance(command, Unreadable):
             raise command.error
+        if isinstance(command, ReleaseRequest):
+            stream.withdrawn.discard((command.request_id, command.epoch))
         if isinstance(command, Hello):
             if stream.greeted:
                 raise ProtocolError("hello: came already on this stream")
@@ -207,7 +209,6 @@ class TargetCore:
             return self._admit(stream, command)
         if isinstance(command, StepRequest):
             return self._step(stream, command)
-        stream.withdrawn.discard((command.request_id, command.epoch))
         self.sessions.release(command.request_id, command.epoch, stream.stream_id)
         return ReleaseReply(command.request_id, command.epoch, self.sessions.capacity)
 

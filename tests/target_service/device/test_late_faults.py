@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from engine.errors import IntegrityError
+from engine.outbox import Outbox
 from target_service.device.runner import DeviceRunner
+from target_service.device_thread import DeviceThread
 from target_service.flights import Flight
-from target_service.messages import FaultReply, RowRequest, RowStatus, StepReply, StepRequest
+from target_service.messages import FaultReply, ReleaseRequest, RowRequest, RowStatus, StepReply, StepRequest
+from target_service.streams import GatewayStream
 from tests.target_service.device.bench import Bench, Planner, Request, outputs_without_drafts
 
 
@@ -103,3 +106,17 @@ def test_an_error_of_ours_in_the_middle_of_a_launch_takes_its_requests(
     assert isinstance(fault, FaultReply)
     assert (fault.kind, fault.detail) == ("integrity", "no such luck")
     bench.assert_free()
+
+
+def test_a_release_that_is_refused_is_not_remembered(tiny_dir: Path) -> None:
+    """Else what comes after the hello would not be run, for the sake of a release that never was."""
+    bench = Bench(tiny_dir)
+    thread = DeviceThread(bench.core, 8, None, lambda: None)
+    stream = GatewayStream(2, Outbox(8, on_overflow=lambda: None))
+    release = ReleaseRequest("a", 1)
+    assert thread.submit(stream, release)
+    assert stream.withdrawn
+    fault = bench.core.handle(stream, release)
+    assert isinstance(fault, FaultReply)
+    assert fault.detail.startswith("hello: must come first")
+    assert not stream.withdrawn
