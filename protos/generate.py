@@ -42,9 +42,7 @@ def generate(out: Path) -> list[Path]:
     ]
     if protoc.main(arguments) != 0:
         raise RuntimeError("protoc failed; its message is on stderr")
-    return [
-        out / "protos" / f"{name}{suffix}" for name in NAMES for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
-    ]
+    return [out / "protos" / f"{name}{suffix}" for name in NAMES for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")]
 
 
 def main() -> int:
