@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import cast
 
 import torch
 from torch import nn
@@ -58,8 +59,9 @@ class HeadRunner:
             captured = self._norm(captured, head.input_norm.weight)
         if head.fc_norm is not None:
             parts = captured.split(self.config.target_hidden_size, dim=-1)
-            weights = [norm.weight for norm in head.fc_norm.children()]
-            normed = [self._norm(part, weight) for part, weight in zip(parts, weights, strict=True)]  # type: ignore[arg-type]
+            # A module's attributes are typed as tensor or module: these are the norms' own weights.
+            weights = [cast(torch.Tensor, norm.weight) for norm in head.fc_norm.children()]
+            normed = [self._norm(part, weight) for part, weight in zip(parts, weights, strict=True)]
             captured = torch.cat(normed, dim=-1)
         return self._fc(captured)
 

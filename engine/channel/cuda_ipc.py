@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 
 import torch
@@ -39,7 +40,7 @@ KIND = "cuda_ipc"
 PATIENCE_S = 30.0
 
 
-class _DeviceEnd:
+class _DeviceEnd(ABC):
     """What both ends have: views of the entries, waits and publications on the current stream, and their watchdog."""
 
     def __init__(
@@ -73,9 +74,9 @@ class _DeviceEnd:
         """See DeviceTargetEnd.reply and DeviceDrafterEnd.reply."""
         return self._open_views().reply(seq)
 
+    @abstractmethod
     def peer_alive(self) -> bool:
         """Of the peer, by its heartbeat."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """See DeviceTargetEnd.close and DeviceDrafterEnd.close."""
