@@ -19,7 +19,7 @@ from engine.channel.local import LocalChannel
 from kernels.kernel_set import KernelSet
 from target_service.channels import OpenChannel
 from target_service.device.buffers import StepBuffers, StepShape
-from target_service.device.forward import Batch, StepForward
+from target_service.device.forward import Batch, HostRows, StepForward
 from target_service.device.packing import Launch
 from target_service.device.plan_buffer import HostPlan, PlanBuffer
 from target_service.device.publishing import write_entry
@@ -110,6 +110,13 @@ class Warming:
             rows["prompt_starts"][:num_rows],
             torch.zeros(num_tokens, dtype=torch.int64, device=starts.device),
             torch.zeros(num_rows, dtype=torch.int64, device=starts.device),
+            # What ranks share out: a prompt chunk, and rows that verify drafts.
+            HostRows(
+                [0] * num_rows,
+                [LONG_CHUNK + query_len] + [query_len] * (num_rows - 1),
+                [1] * num_rows,
+                [True] + [False] * (num_rows - 1),
+            ),
         )
         output = self._forward.ragged(shape, batch, hidden_layers)
         assert output.logits is not None
