@@ -24,7 +24,7 @@ from target_service.config import TargetConfig
 from target_service.pcp.__main__ import LOST_STATUS
 from target_service.pcp.settings import CLOSE_S
 from tests.processes import ProcessGroup, TestProcess
-from tests.target_service.conftest import EXECUTIONS, start_target, write_config
+from tests.target_service.conftest import start_target, write_config
 from tests.target_service.gateway_client import Driver, Gateway, Running
 from tests.target_service.test_greedy import prompt_of
 
@@ -248,12 +248,9 @@ os._exit(main(sys.argv[1:], on_failure=end_soon))
 """
 
 
-@pytest.mark.parametrize("settings", EXECUTIONS.values(), ids=EXECUTIONS)
-def test_a_bug_in_rank_0_ends_the_target(
-    tmp_path: Path, tiny_dir: Path, processes: ProcessGroup, settings: dict[str, Any]
-) -> None:
+def test_a_bug_in_rank_0_ends_the_target(tmp_path: Path, tiny_dir: Path, processes: ProcessGroup) -> None:
     """The other rank is in the middle of the step, and would wait in it for its end."""
-    config = write_config(tmp_path / "target.yaml", tiny_dir, pcp_size=2, drain_s=1, **settings)
+    config = write_config(tmp_path / "target.yaml", tiny_dir, pcp_size=2, drain_s=1)
     process = processes.python("-c", BUG_IN_RANK_0, "--config", str(config))
     address = process.wait_for_line(r"target ready on (\S+) ", 90).group(1)
     (rank,) = ranks_of(process)
