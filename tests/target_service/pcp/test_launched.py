@@ -40,7 +40,7 @@ class Benches:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size}-ranks")
 def benches(request: pytest.FixtureRequest, tiny_dir: Path) -> Iterator[Benches]:
-    one, many = (Bench(tiny_dir, pcp_size=size, threads=1, num_blocks=16, num_seats=8) for size in (1, request.param))
+    one, many = (Bench(tiny_dir, pcp_size=size, threads=1, block_size=4, num_blocks=64, num_seats=8) for size in (1, request.param))
     ranks = many.engine.ranks
     assert ranks is not None
     try:
