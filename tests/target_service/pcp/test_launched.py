@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from target_service.device.buffers import StepShape
+from target_service.device.forward import StepOutput
 from target_service.messages import RankLoad, RowStatus, SamplingSettings, StepReply
 from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
 from tests.target_service.device.test_equality import SETTINGS, known_of, make_requests
@@ -40,7 +42,10 @@ class Benches:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size}-ranks")
 def benches(request: pytest.FixtureRequest, tiny_dir: Path) -> Iterator[Benches]:
-    one, many = (Bench(tiny_dir, pcp_size=size, threads=1, block_size=4, num_blocks=64, num_seats=8) for size in (1, request.param))
+    one, many = (
+        Bench(tiny_dir, pcp_size=size, threads=1, block_size=4, num_blocks=64, num_seats=8)
+        for size in (1, request.param)
+    )
     ranks = many.engine.ranks
     assert ranks is not None
     try:
@@ -213,7 +218,7 @@ def test_lives_with_hits_preemption_and_starvation(benches: Benches, host: Bench
     assert RowStatus.STARVED in many.statuses
 
 
-def test_warming_up_over_ranks_changes_nothing(benches: Benches, host: Bench) -> None:
+def test_warming_up_over_ranks_changes_nothing(benches: Benches, host: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = benches.many
     runner = bench.engine.device_runner
     assert runner is not None
@@ -224,16 +229,24 @@ def test_warming_up_over_ranks_changes_nothing(benches: Benches, host: Bench) ->
     planner = Recorder(bench, 2, 9)
     for request in requests:
         planner.place(request)
-    count = 0
+    warmed = list[StepShape]()
+    ragged = runner.forward.ragged
+
+    def seen(shape: StepShape, *rest: Any) -> StepOutput:
+        warmed.append(shape)
+        return ragged(shape, *rest)
+
     while any(not request.done for request in requests):
         step = planner.launch([request for request in requests if planner.can_plan(request)])
         drafter.answer(step, drafter.look(step))
         planner.drain()
-        with torch.inference_mode():
+        with monkeypatch.context() as patched, torch.inference_mode():
+            patched.setattr(runner.forward, "ragged", seen)
+            warmed.clear()
             for job in runner.warm_up_jobs(LAYERS, (1, 4), bench.channel):
                 job()
-                count += 1
-    assert count >= 4
+    # Rows of one token and of four, alone and beside a prompt.
+    assert [shape.num_tokens for shape in warmed] == [1, 3, 8, 4, 12, 32, 36, 44, 64]
     for request in requests:
         assert request.generated == expected[request.request_id]
         bench.release(request.request_id)
