@@ -38,6 +38,7 @@ class Setting:
     load_format: str
     attention: str
     accept: float | None
+    pcp_size: int
     batches: tuple[int, ...]
     draft_len: int
     draft_vocab: int
@@ -69,6 +70,7 @@ class Setting:
         else:
             both |= {"threads": 1}
         target = {**both, "max_step_tokens": 4096, "max_verify_len": self.draft_len, "max_wait_ms": 20_000}
+        target["pcp_size"] = self.pcp_size
         if self.accept is not None:
             target["accept"] = f"synthetic:{self.accept}"
         drafter = {
@@ -123,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
     parser.add_argument("--attention", default="triton")
     parser.add_argument("--accept", type=float, help="mean tokens a row gives in a step, instead of the real verdict")
+    parser.add_argument("--pcp-size", type=int, choices=(1, 2, 4, 8), default=1, help="ranks of the target; no way c")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--draft-len", type=int, default=3)
     parser.add_argument("--draft-vocab", type=int, default=32_000, help="of the head with random weights")
@@ -160,5 +163,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         depth=options.depth,
         steps=options.steps,
         rounds=options.rounds,
-        ways="".join(way for way in WAYS if way in options.ways),
+        pcp_size=options.pcp_size,
+        # One process has one rank.
+        ways="".join(way for way in WAYS if way in options.ways and (way != "c" or options.pcp_size == 1)),
     )
