@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.errors import RanksLost
-from tests.processes import ProcessGroup
+from tests.processes import ProcessGroup, TestProcess
 from tests.target_service.conftest import EXECUTIONS
 from tests.target_service.device.bench import Bench, Planner, Request
 from tests.target_service.gateway_client import Driver, Gateway
@@ -24,12 +24,8 @@ from tests.target_service.test_greedy import prompt_of
 from tests.target_service.test_run_ahead import Ahead
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_a_lost_rank_ends_the_target_with_steps_under_way(
-    tmp_path: Path, tiny_dir: Path, processes: ProcessGroup, number: signal.Signals
-) -> None:
-    """Rank 0 stands in a collective, or is about to."""
-    address, process = start(processes, tmp_path, tiny_dir, **EXECUTIONS["device"])
+def lose_a_rank(process: TestProcess, address: str, number: signal.Signals) -> None:
+    """Send a rank the signal while steps are under way; the target has to end, in time."""
     (rank,) = ranks_of(process)
     health = Health(address)
     with Gateway(address) as gateway:
@@ -58,6 +54,15 @@ def test_a_lost_rank_ends_the_target_with_steps_under_way(
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
     assert not boards_of(process)
     assert "Fault" not in process.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_lost_rank_ends_the_target_with_steps_under_way(
+    tmp_path: Path, tiny_dir: Path, processes: ProcessGroup, number: signal.Signals
+) -> None:
+    """Rank 0 stands in a collective, or is about to."""
+    address, process = start(processes, tmp_path, tiny_dir, **EXECUTIONS["device"])
+    lose_a_rank(process, address, number)
 
 
 @pytest.mark.parametrize(("error", "waits"), [(RanksLost("a rank is gone"), 0), (ValueError("a bug"), 1)])
