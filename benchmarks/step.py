@@ -69,7 +69,7 @@ async def measure(
     samples: dict[int, dict[str, list[Sample]]] = {}
     async with contextlib.AsyncExitStack() as stack:
         env = {}
-        if setting.drafter_device == setting.device:
+        if setting.shares_gpu:
             env = stack.enter_context(shared_gpu(device))
         services = stack.enter_context(Services(scratch / "split", str(setting.model), target, drafter, env))
         one = None
