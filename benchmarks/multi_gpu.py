@@ -41,6 +41,7 @@ def real(num_gpus: int, execution: str) -> dict[str, Section]:
     sizes = [str(size) for size in (1, 2, 4, 8) if size <= num_gpus]
     shape = ("--model", SHAPE, "--load-format", "dummy")
     across = ("--device", "cuda:0", "--drafter-device", "cuda:1", "--head", HEAD_SHAPE, "--accept", "2.5")
+    beside = ("--device", "cuda:0", "--drafter-device", "cuda:0", "--pcp-size", "2")
     return {
         "hop": Section(("-m", "benchmarks.hop", "--devices", "cuda:0", "cuda:1"), 60, hop_headline, env=NO_MULTICAST),
         "pcp": Section(
@@ -60,17 +61,7 @@ def real(num_gpus: int, execution: str) -> dict[str, Section]:
         ),
         "step-ranks": Section(
             (
-                *(
-                    "-m",
-                    "benchmarks.step",
-                    *shape,
-                    "--device",
-                    "cuda:0",
-                    "--drafter-device",
-                    "cuda:0",
-                    "--pcp-size",
-                    "2",
-                ),
+                *("-m", "benchmarks.step", *shape, *beside),
                 *("--head", HEAD_SHAPE, "--accept", "2.5", "--batches", "16", "64", "--ways", "ad", "--rounds", "1"),
             ),
             120,
