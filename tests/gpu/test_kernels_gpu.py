@@ -162,7 +162,13 @@ def test_linear_of_few_rows(rows: int, outs: int, ins: int, gated: bool, dtype: 
         gate, up = exact.chunk(2, dim=-1)
         exact = torch.nn.functional.silu(gate) * up
     block_in = 32 if dtype == torch.float32 else 128
-    for tiling in (SkinnyTiling(64, block_in // 2, 1), SkinnyTiling(16, block_in, 3)):
+    tilings = (
+        SkinnyTiling(64, block_in // 2, 1),
+        SkinnyTiling(16, block_in, 3),
+        SkinnyTiling(64, block_in, 2, trigger=2, ahead=512),
+        SkinnyTiling(128, block_in // 2, 1, num_warps=8, trigger=0, ahead=256),
+    )
+    for tiling in tilings:
         counters = torch.zeros(num_counters(outs, gated, tiling), dtype=torch.int32, device=DEVICE)
         results = []
         for _ in range(2):
