@@ -58,6 +58,7 @@ class KernelSet:
     commit_rows: Callable[..., None]
     write_ring_entry: Callable[..., None]
     # From logits to tokens.
+    argmax: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
     apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     apply_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -85,6 +86,7 @@ _MODULES = {
     "take_drafts": "take_drafts",
     "commit_rows": "commit_rows",
     "write_ring_entry": "ring_entry",
+    "argmax": "argmax",
     "apply_penalties": "sampling",
     "apply_bias": "sampling",
     "filter_logits": "sampling",

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.graphs import GraphCache
 from kernels import layout
 from kernels.attention.interface import AttentionMetadata
 from kernels.attention.registry import make_attention
 from kernels.kernel_set import KernelSet, kernel_set
+from kernels.reference.argmax import make_scratch
 from kernels.reference.attention import paged_attention
 from kernels.reference.verify import Verdict
 
@@ -332,6 +334,37 @@ def metadata_calls(kernels: KernelSet) -> list[torch.Tensor]:
 def test_small_metadata(triton: KernelSet, plain: KernelSet) -> None:
     for got, expected in zip(metadata_calls(triton), metadata_calls(plain), strict=True):
         same(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "vocab"),
+    [(2, 5003), (9, 9001), (1, 128256), (64, 128256), (5, 49152)],
+    ids=["small", "small in turns", "llama", "many rows", "smollm2"],
+)
+def test_argmax(triton: KernelSet, plain: KernelSet, rows: int, vocab: int, dtype: torch.dtype) -> None:
+    """In bfloat16 equals are many. Often, for the programs of a row meet in another order each time; then in graphs."""
+    logits = random(rows, vocab + 8, dtype=dtype)[:, :vocab]
+    logits[0, vocab // 2 :] = torch.nan
+    if rows > 1:
+        logits[-1] = -torch.inf
+    ids = torch.randperm(vocab, device=DEVICE)
+    scratch, host = make_scratch(rows, DEVICE), torch.empty(rows, dtype=torch.int64)
+    plain.argmax(logits.cpu(), None, scratch, host)
+    columns, chosen, graphs = junk(rows), junk(rows), GraphCache(DEVICE)
+    for replayed in (False, True):
+        for _ in range(20):
+            columns.fill_(-7)
+            chosen.fill_(-7)
+            if replayed:
+                graphs.run("columns", lambda: triton.argmax(logits, None, scratch, columns))
+                graphs.run("ids", lambda: triton.argmax(logits, ids, scratch, chosen))
+            else:
+                triton.argmax(logits, None, scratch, columns)
+                triton.argmax(logits, ids, scratch, chosen)
+            same(columns.cpu(), host)
+            same(chosen.cpu(), ids.cpu()[host])
+    assert not scratch.any()
 
 
 @pytest.mark.parametrize("vocab", [997, 49152, 128256], ids=["small", "smollm2", "llama"])
