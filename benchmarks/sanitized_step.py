@@ -64,6 +64,7 @@ def run_pass(
         "attention": "triton",
         "channel_kinds": ["cuda_ipc"],
         "num_seats": 2,
+        "graph_rows": [1, 2],  # each takes seconds to capture under the tool
         "num_blocks": 32,
         "heartbeat_deadline_s": 30.0,
         **settings,
