@@ -38,9 +38,11 @@ def index_gathered(shards: StepShards, rank: int, absent: int) -> Int64Array:
     """[P * padded_tokens], for each token that an exchange brings its index in the step; `absent` for those that the
     exchange must not write on this rank: padding, and tokens of whole rows, which the backend writes.
     """
-    index = np.where(shards.write_mask, shards.gather_index, absent)
-    begin = rank * shards.padded_tokens
-    index[begin : begin + shards.ranks[rank].num_whole_tokens] = absent
+    index = np.full(len(shards.ranks) * shards.padded_tokens, absent, dtype=np.int64)
+    for source, shard in enumerate(shards.ranks):
+        skipped = shard.num_whole_tokens if source == rank else 0
+        begin = source * shards.padded_tokens
+        index[begin + skipped : begin + shard.num_tokens] = shard.tokens[skipped:]
     return index
 
 
