@@ -39,10 +39,9 @@ def index_gathered(shards: StepShards, rank: int, absent: int) -> Int64Array:
     exchange must not write on this rank: padding, and tokens of whole rows, which the backend writes.
     """
     index = np.full(len(shards.ranks) * shards.padded_tokens, absent, dtype=np.int64)
-    for source, shard in enumerate(shards.ranks):
-        skipped = shard.num_whole_tokens if source == rank else 0
-        begin = source * shards.padded_tokens
-        index[begin + skipped : begin + shard.num_tokens] = shard.tokens[skipped:]
+    index[shards.restore_index] = np.arange(shards.num_tokens)
+    begin = rank * shards.padded_tokens
+    index[begin : begin + shards.ranks[rank].num_whole_tokens] = absent
     return index
 
 
