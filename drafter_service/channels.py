@@ -15,6 +15,7 @@ from typing import cast
 from drafter_service.messages import StepRequest
 from engine.channel.device import DeviceDrafterEnd
 from engine.channel.interface import DrafterChannel
+from kernels.forms import Forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,13 @@ class AttachOutcome:
 
 @dataclass(slots=True)
 class ChannelLink:
-    """An open channel in use. missed: plans whose ring entry did not come in time and may still be in the ring."""
+    """An open channel in use. missed: plans whose ring entry did not come in time and may still be in the ring. forms:
+    launches over its entries; they hold its memory.
+    """
 
     stream_id: int
     attached: AttachedChannel
+    forms: Forms = field(default_factory=Forms)
     missed: deque[StepRequest] = field(init=False)
 
     def __post_init__(self) -> None:

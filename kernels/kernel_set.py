@@ -8,13 +8,14 @@ where it is chosen. The Triton forms never wait for the host and can all be capt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.forms import Preparations
 from kernels.reference.take_entry import EntryTensors, TakenLayout, TakenRows
 from kernels.reference.verify import Verdict
 
@@ -66,6 +67,8 @@ class KernelSet:
     append_anchors: Callable[[TakenRows, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     head_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     finish_reply: Callable[[Tensor, int, int, int, Tensor, TakenRows, Tensor, Tensor, Tensor, Tensor | None], None]
+    # Those around a step's graph, for whoever launches them again and again on the same tensors.
+    prepare: Preparations
     # From logits to tokens.
     argmax: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
     apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -121,10 +124,18 @@ def kernels_for(device: torch.device | str) -> KernelSet:
 
 def kernel_set(name: str) -> KernelSet:
     """The set called `reference` or `triton`. Triton's runs on CPU tensors under its interpreter only."""
-    return KernelSet(
-        name,
+    functions = {
+        function: getattr(import_module(f"kernels.{name}.{module}"), function) for function, module in _MODULES.items()
+    }
+    return KernelSet(name, prepare=_preparations(name), **functions)
+
+
+def _preparations(name: str) -> Preparations:
+    """Of Triton's kernels. To call a reference costs nothing that could be prepared: it returns None."""
+    prefix = "prepare_" if name == "triton" else ""
+    return Preparations(
         **{
-            function: getattr(import_module(f"kernels.{name}.{module}"), function)
-            for function, module in _MODULES.items()
-        },
+            field.name: getattr(import_module(f"kernels.{name}.{_MODULES[field.name]}"), prefix + field.name)
+            for field in fields(Preparations)
+        }
     )

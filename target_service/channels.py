@@ -26,6 +26,7 @@ from engine.channel.interface import ChannelSpec, TargetChannel
 from engine.channel.opening import DEVICE_KINDS, choose_kind, kinds_of, open_device_channel, open_target_channel
 from engine.channel.shm import ShmTargetChannel
 from engine.errors import CapacityError, ChannelError, InvalidRequest
+from kernels.forms import Forms
 from target_service.batch import StepBatch
 from target_service.device.host_edges import HostEdges
 
@@ -85,7 +86,8 @@ class OpenChannel:
     """One channel in use. Apart from `last_alive`, used by the device thread only.
 
     end: of the host's interface, or of the device's where steps run without the host. shares_blocks: the drafter
-    mirrors our block tables (`metadata_source: reuse`). missed_at: the last step that waited for drafts in vain.
+    mirrors our block tables (`metadata_source: reuse`). missed_at: the last step that waited for drafts in vain. forms:
+    launches over the end's entries; they hold its memory.
     """
 
     end: TargetChannel | DeviceTargetEnd
@@ -94,6 +96,7 @@ class OpenChannel:
     shares_blocks: bool
     last_alive: float
     missed_at: int = -(1 << 63)
+    forms: Forms = field(default_factory=Forms)
     _places: OrderedDict[int, dict[tuple[str, int], int]] = field(default_factory=OrderedDict)
 
     def rows_of(self, seq: int) -> dict[tuple[str, int], int] | None:
@@ -282,6 +285,7 @@ class TargetChannels:
             retired, self._retired = self._retired, []
         for channel in retired:
             channel.end.close()
+            channel.forms.clear()
             _log.info("channel %s epoch %d closed", channel.end.spec.channel_id, channel.end.spec.epoch)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from drafter_service.channels import ChannelLink
 from drafter_service.device.completion import Completions
+from drafter_service.device.edges import StepEdges
 from drafter_service.device.marks import ASKED, BEGUN, DONE, PREFILLED
 from drafter_service.device.plan_buffers import ReportLayout, StepBuffers
 from drafter_service.device.program import DrafterProgram
@@ -27,11 +28,9 @@ from drafter_service.residency import Resident, Residents, Warmth
 from drafter_service.speculator import ChannelNeeds
 from engine.channel.device import DeviceDrafterEnd, ReplyViews
 from engine.channel.interface import ChannelSpec, RingEntry
-from engine.channel.local import LocalChannel
 from engine.errors import ChannelError, IntegrityError, ProtocolError
 from kernels.kernel_set import KernelSet
 from kernels.reference import take_entry as take
-from kernels.reference.take_entry import EntryTensors
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class DeviceSteps:
         self._residents = residents
         self._max_wait_s = max_wait_s
         self._completions = completions
-        self._kernels = kernels
+        self._edges = StepEdges(program, kernels)
         self._needs = needs
         self.host_times = HostTimes()
         on_gpu = program.device.type == "cuda"
@@ -108,7 +107,6 @@ class DeviceSteps:
         self._free = [StepBuffers(layout, num_changes, program.device) for _ in range(MAX_UNDER_WAY)]
         words = take.PLAN_FIELDS * program.max_rows + 2 * num_changes
         self._plan = torch.zeros(words, dtype=torch.int32, device=program.device)
-        self._seat_state = torch.zeros((2, program.max_rows), dtype=torch.int32, device=program.device)
         # Whose state and table the device has for each seat.
         self._owners: list[Resident | None] = [None] * program.max_rows
         self._under_way: deque[StepUnderWay] = deque()
@@ -128,28 +126,11 @@ class DeviceSteps:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile the kernels around the program's own, on a channel of one row that nobody uses."""
-        program, needs = self._program, self._needs
+        needs = self._needs
         for draft_probs in sorted({False, needs.draft_probs}):
-            spec = ChannelSpec(
-                *("warm-up", 1, 1, 1, 1, program.max_draft_len, 0, torch.float32, max(needs.vocab_size, 1)),
-                *(1, 1, 1, draft_probs),
-            )
-            end = LocalChannel(spec, program.device).drafter
-            header, entry = end.ring(1)
-            reply, taken = end.reply(1), program.taken.sized(1, 1)
-            layout = None if program.layout is None else program.layout.sized(1, 1)
-            plan = torch.full((take.PLAN_FIELDS, 1), -1, dtype=torch.int32, device=program.device)
-            changes = self._plan[:0].view(2, 0)
-            self._kernels.take_entry(
-                *(_entry_tensors(header, entry), plan, changes, 1, 1, 1, spec.vocab_size, program.max_len),
-                *(self._seat_state, program.tables.device, reply.header, taken, layout),
-            )
-            self._kernels.finish_reply(
-                *(header, 1, 1, 1, program.drafts, taken, self._seat_state, reply.header),
-                *(reply.tokens, reply.has_probs),
-            )
+            self._edges.warm_up(max(needs.vocab_size, 1), draft_probs)
         if self._on_gpu:
-            torch.cuda.synchronize(program.device)  # steps run on another stream
+            torch.cuda.synchronize(self._program.device)  # steps run on another stream
 
     @torch.inference_mode()
     def launch(self, link: ChannelLink, plan: StepRequest, report: Report, slice_s: float) -> bool:
@@ -205,7 +186,7 @@ class DeviceSteps:
     # Before a step.
 
     def _enqueue(self, link: ChannelLink, end: DeviceDrafterEnd, step: StepUnderWay) -> None:
-        program, spec, plan, buffers = self._program, end.spec, step.plan, step.buffers
+        program, edges, spec, plan, buffers = self._program, self._edges, end.spec, step.plan, step.buffers
         header, entry, reply = step.header, step.entry, step.reply
         num_rows = len(plan.rows)
         bounds = self._bound_rows(link, plan, buffers.fields(num_rows), reply.probs is not None)
@@ -218,10 +199,8 @@ class DeviceSteps:
         words = buffers.put_changes(num_rows, bounds.changed, bounds.blocks)
         if words.shape[0] > self._plan.shape[0]:
             self._plan = torch.zeros(2 * words.shape[0], dtype=torch.int32, device=program.device)
-        sent, fields = self._plan[: words.shape[0]], take.PLAN_FIELDS * num_rows
+        sent = self._plan[: words.shape[0]]
         sent.copy_(words, non_blocking=True)
-        taken = program.rows_of(shape)
-        layout = None if program.layout is None else program.layout.sized(shape.padded_rows, shape.padded_tokens)
         program.catch_up(bounds.fresh)
 
         marks = buffers.marks
@@ -231,37 +210,13 @@ class DeviceSteps:
         builds, launches = program.counts.builds, program.counts.launches
         if follows:
             program.read_entry(shape, entry)
-        self._kernels.take_entry(
-            _entry_tensors(header, entry),
-            sent[:fields].view(take.PLAN_FIELDS, num_rows),
-            sent[fields:].view(2, -1),
-            plan.seq,
-            spec.epoch,
-            max_tokens,
-            spec.vocab_size,
-            program.max_len,
-            self._seat_state,
-            program.tables.device,
-            reply.header,
-            taken,
-            layout,
-        )
+        padded = (shape.padded_rows, shape.padded_tokens)
+        edges.take_entry(link.forms, spec, plan.seq, sent, num_rows, padded, max_tokens, (header, entry), reply)
         if follows:
-            program.follow(taken, shape, reply, spec.vocab_size, marks)
+            program.follow(program.rows_of(shape), shape, reply, spec.vocab_size, marks)
         else:
             marks.set(PREFILLED)
-        self._kernels.finish_reply(
-            header,
-            plan.seq,
-            spec.epoch,
-            num_rows,
-            program.drafts,
-            taken,
-            self._seat_state,
-            reply.header,
-            reply.tokens,
-            reply.has_probs,
-        )
+        edges.finish_reply(link.forms, spec, plan.seq, num_rows, header, reply)
         end.publish_reply(plan.seq)
         back = buffers.report_for(max_tokens)
         back.copy_(program.report[: back.shape[0]], non_blocking=True)
@@ -379,20 +334,3 @@ class _Bounds:
     drawn: bool
     changed: np.ndarray
     blocks: np.ndarray
-
-
-def _entry_tensors(header: torch.Tensor, entry: RingEntry) -> EntryTensors:
-    return EntryTensors(
-        header=header,
-        positions=entry.positions,
-        input_ids=entry.input_ids,
-        query_start_loc=entry.query_start_loc,
-        seq_lens=entry.seq_lens,
-        num_rejected=entry.num_rejected,
-        anchors=entry.anchors,
-        next_prompt_tokens=entry.next_prompt_tokens,
-        temperatures=entry.temperatures,
-        seeds=entry.seeds,
-        slot_mapping=entry.slot_mapping,
-        block_tables=entry.block_tables,
-    )

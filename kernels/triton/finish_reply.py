@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.forms import Form
 from kernels.reference import take_entry as names
 from kernels.reference.take_entry import RECORD_FIELDS, TakenRows
+from kernels.triton.prepared import Launch, Launcher, launch, prepare
 
 _RAN, _ABSENT = tl.constexpr(names.RAN), tl.constexpr(names.ABSENT)
 _FIRST_POSITION = tl.constexpr(names.FIRST_POSITION)
@@ -86,9 +90,11 @@ def finish_reply(
     reply_header: torch.Tensor,
     reply_tokens: torch.Tensor,
     reply_has_probs: torch.Tensor | None,
+    *,
+    launcher: Launcher = launch,
 ) -> None:
     """See `reference.finish_reply.finish_reply`. drafts may be strided; the rest is contiguous."""
-    _finish[(num_rows + 1,)](
+    arguments = (
         entry_header,
         drafts,
         taken.seats,
@@ -106,10 +112,21 @@ def finish_reply(
         seat_state.shape[1],
         drafts.stride(0),
         drafts.stride(1),
-        draft_width=drafts.shape[1],
-        reply_width=reply_tokens.shape[1],
-        HAS_PROBS=reply_has_probs is not None,
-        RECORD=RECORD_FIELDS,
-        BLOCK=triton.next_power_of_2(max(drafts.shape[1], reply_tokens.shape[1])),
-        num_warps=1,
     )
+    options = {
+        "draft_width": drafts.shape[1],
+        "reply_width": reply_tokens.shape[1],
+        "HAS_PROBS": reply_has_probs is not None,
+        "RECORD": RECORD_FIELDS,
+        "BLOCK": triton.next_power_of_2(max(drafts.shape[1], reply_tokens.shape[1])),
+        "num_warps": 1,
+    }
+    launcher(Launch(_finish, (num_rows + 1,), arguments, options, ("num_rows", "seq")))
+
+
+def prepare_finish_reply(*arguments: Any) -> Form | None:
+    """`finish_reply`, and its later launches: see `forms.Preparations`."""
+    form = prepare(finish_reply, arguments)
+    if form is None:
+        return None
+    return lambda num_rows, seq: form((num_rows + 1, 1), num_rows, seq)

@@ -6,9 +6,14 @@ rest of token i, and of row i. Each finds its token's row by itself, from the le
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from kernels.forms import Form
+from kernels.triton.prepared import Launch, Launcher, launch, prepare
 
 _BLOCK_HIDDEN = 2048
 _BLOCK_TABLE = 1024
@@ -138,6 +143,8 @@ def write_ring_entry(
     out_slot_mapping: torch.Tensor,
     out_block_tables: torch.Tensor,
     out_hidden: torch.Tensor | None,
+    *,
+    launcher: Launcher = launch,
 ) -> None:
     """See `reference.ring_entry.write_ring_entry`. Last dimensions are contiguous; out_hidden is contiguous."""
     num_rows = seats.shape[0]
@@ -145,7 +152,7 @@ def write_ring_entry(
     width = hidden.shape[1] if hidden is not None and with_hidden else 0
     block = min(_BLOCK_HIDDEN, triton.next_power_of_2(max(width, 1)))
     # Where there is nothing to copy, another tensor stands in for the pointer.
-    _ring_entry[(max(max_tokens, num_rows + 1), max(1, triton.cdiv(width, block)))](
+    arguments = (
         epoch,
         num_rows,
         max_tokens,
@@ -183,9 +190,23 @@ def write_ring_entry(
         0 if block_tables is None else block_tables.stride(0),
         out_block_tables.stride(0),
         hidden.stride(0) if hidden is not None and with_hidden else 0,
-        HIDDEN_WIDTH=width,
-        BLOCK_ROWS=max(1, triton.next_power_of_2(num_rows)),
-        BLOCK_HIDDEN=block,
-        BLOCK_TABLE=_BLOCK_TABLE,
-        num_warps=4,
     )
+    options = {
+        "HIDDEN_WIDTH": width,
+        "BLOCK_ROWS": max(1, triton.next_power_of_2(num_rows)),
+        "BLOCK_HIDDEN": block,
+        "BLOCK_TABLE": _BLOCK_TABLE,
+        "num_warps": 4,
+    }
+    grid = (max(max_tokens, num_rows + 1), max(1, triton.cdiv(width, block)))
+    launcher(Launch(_ring_entry, grid, arguments, options, ("max_tokens",)))
+
+
+def prepare_write_ring_entry(*arguments: Any) -> Form | None:
+    """`write_ring_entry`, and its later launches: see `forms.Preparations`."""
+    form = prepare(write_ring_entry, arguments)
+    if form is None:
+        return None
+    seats: torch.Tensor = arguments[3]
+    least, stretches = seats.shape[0] + 1, form.first.grid[1]
+    return lambda max_tokens: form((max(max_tokens, least), stretches), max_tokens)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from kernels.forms import Form
+from kernels.triton.prepared import Launch, Launcher, launch, prepare
 
 
 @triton.jit
@@ -127,6 +132,8 @@ def take_drafts(
     out_start_positions: torch.Tensor,
     out_has_probs: torch.Tensor,
     out_missed: torch.Tensor,
+    *,
+    launcher: Launcher = launch,
 ) -> None:
     """See `reference.take_drafts.take_drafts`. Everything contiguous but reply_tokens, whose rows may be strided."""
     num_rows = seats.shape[0]
@@ -139,7 +146,7 @@ def take_drafts(
     width = out_drafts.shape[1]
     # Where there is nothing to read, another tensor stands in for the pointer.
     tokens = out_drafts if reply_tokens is None else reply_tokens
-    _take[(num_rows,)](
+    arguments = (
         out_start_positions if reply_header is None else reply_header,
         tokens,
         out_has_probs if reply_has_probs is None else reply_has_probs,
@@ -165,10 +172,21 @@ def take_drafts(
         tokens.shape[0],
         tokens.stride(0) if with_reply else 0,
         width,
-        REPLY_WIDTH=tokens.shape[1] if with_reply else 0,
-        WITH_REPLY=with_reply,
-        WITH_PROBS=with_reply and reply_has_probs is not None,
-        WITH_RING=ring_header is not None,
-        BLOCK=max(1, triton.next_power_of_2(width)),
-        num_warps=1,
     )
+    options = {
+        "REPLY_WIDTH": tokens.shape[1] if with_reply else 0,
+        "WITH_REPLY": with_reply,
+        "WITH_PROBS": with_reply and reply_has_probs is not None,
+        "WITH_RING": ring_header is not None,
+        "BLOCK": max(1, triton.next_power_of_2(width)),
+        "num_warps": 1,
+    }
+    launcher(Launch(_take, (num_rows,), arguments, options, ("query_stride", "seq", "num_reply_rows")))
+
+
+def prepare_take_drafts(*arguments: Any) -> Form | None:
+    """`take_drafts`, and its later launches: see `forms.Preparations`."""
+    form = prepare(take_drafts, arguments)
+    if form is None:
+        return None
+    return lambda num_rows, query_stride, seq, num_reply_rows: form((num_rows, 1), query_stride, seq, num_reply_rows)

@@ -7,12 +7,16 @@ first and after its last look at the entry, past the compiler and the caches.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.forms import Form
 from kernels.reference import take_entry as names
 from kernels.reference.take_entry import PLAN_FIELDS, RECORD_FIELDS, EntryTensors, TakenLayout, TakenRows
+from kernels.triton.prepared import Launch, Launcher, launch, prepare
 from kernels.triton.slot_mapping import BLOCK_TOKENS
 
 _BLOCK_STARTS = 256
@@ -266,15 +270,16 @@ def take_entry(
     reply_header: torch.Tensor,
     taken: TakenRows,
     layout: TakenLayout | None,
+    *,
+    launcher: Launcher = launch,
 ) -> None:
     """See `reference.take_entry.take_entry`. The last dimension of every tensor is contiguous; seat_tables,
     table_updates and seat_state are contiguous, and so is the entry, as it lies in the channel.
     """
     num_rows, padded_rows, num_updates = plan.shape[1], taken.seats.shape[0], table_updates.shape[1]
-    update_programs = triton.cdiv(num_updates, _BLOCK_UPDATES)
     out_slots = taken.positions if layout is None else layout.slots
     out_tables = seat_tables if layout is None else layout.block_tables
-    _take[(padded_rows + 1 + update_programs,)](
+    arguments = (
         entry.header,
         entry.positions,
         entry.input_ids,
@@ -324,11 +329,32 @@ def take_entry(
         out_tables.shape[1],
         out_tables.stride(0),
         1 if layout is None else layout.num_blocks,
-        block_size=1 if layout is None else layout.block_size,
-        HAS_LAYOUT=layout is not None,
-        RECORD=RECORD_FIELDS,
-        BLOCK=BLOCK_TOKENS,
-        BLOCK_ROWS=_BLOCK_STARTS,
-        BLOCK_CHANGES=_BLOCK_UPDATES,
-        num_warps=1,
     )
+    options = {
+        "block_size": 1 if layout is None else layout.block_size,
+        "HAS_LAYOUT": layout is not None,
+        "RECORD": RECORD_FIELDS,
+        "BLOCK": BLOCK_TOKENS,
+        "BLOCK_ROWS": _BLOCK_STARTS,
+        "BLOCK_CHANGES": _BLOCK_UPDATES,
+        "num_warps": 1,
+    }
+    varying = ("padded_rows", "padded_tokens", "num_updates", "seq", "max_entry_tokens")
+    launcher(Launch(_take, (_num_programs(padded_rows, num_updates),), arguments, options, varying))
+
+
+def prepare_take_entry(*arguments: Any) -> Form | None:
+    """`take_entry`, and its later launches: see `forms.Preparations`."""
+    form = prepare(take_entry, arguments)
+    if form is None:
+        return None
+
+    def again(padded_rows: int, padded_tokens: int, num_updates: int, seq: int, max_entry_tokens: int) -> None:
+        grid = (_num_programs(padded_rows, num_updates), 1)
+        form(grid, padded_rows, padded_tokens, num_updates, seq, max_entry_tokens)
+
+    return again
+
+
+def _num_programs(padded_rows: int, num_updates: int) -> int:
+    return padded_rows + 1 - (-num_updates // _BLOCK_UPDATES)

@@ -8,11 +8,13 @@ leaves out by itself.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
 from engine.channel.interface import RingEntry
 from engine.errors import ChannelError
+from kernels.forms import Form
 from kernels.kernel_set import KernelSet
 from target_service.channels import OpenChannel
 from target_service.device.buffers import StepShape
@@ -42,9 +44,16 @@ def publish_step(
         return
     # Block tables are for who mirrors them; over host channels everybody gets them, as with host execution.
     with_tables = channel.shares_blocks or channel.end.kind != "cuda_ipc"
-    write_entry(
-        kernels, launch.shape, num_rows, launch.num_tokens, spec.epoch, entry, starts, plans, captured, with_tables
-    )
+    # A uniform step finds what it writes from where the last one of its size did; its hidden states too, in a graph.
+    shape, hidden = launch.shape, 0 if captured is None else captured.data_ptr()
+    key = ("publish", step.seq % spec.depth, num_rows, shape.num_rows, shape.query_stride, hidden)
+    form = None if launch.batch is not None else channel.forms.get(key)
+    if form is not None:
+        form(launch.num_tokens)
+    else:
+        write = kernels.write_ring_entry if launch.batch is not None else kernels.prepare.write_ring_entry
+        rest = (entry, starts, plans, captured, with_tables)
+        channel.forms.keep(key, write_entry(write, shape, num_rows, launch.num_tokens, spec.epoch, *rest))
     entry[0][:1].copy_(plans.first(1)["tag"], non_blocking=True)
     try:
         channel.device_end.publish(step.seq)
@@ -56,7 +65,7 @@ def publish_step(
 
 
 def write_entry(
-    kernels: KernelSet,
+    write: Callable[..., Form | None],
     shape: StepShape,
     num_rows: int,
     max_tokens: int,
@@ -66,8 +75,10 @@ def write_entry(
     plans: PlanBuffer,
     captured: torch.Tensor | None,
     with_tables: bool,
-) -> None:
-    """Enqueue the entry of a step of num_rows rows, all but its tag. max_tokens: the most tokens that it can have."""
+) -> Form | None:
+    """Enqueue the entry of a step of num_rows rows, all but its tag. write: the kernel, or what prepares it, whose form
+    is returned. max_tokens: the most tokens that it can have.
+    """
     header, ring = entry
     rows = plans.first(num_rows)
 
@@ -75,7 +86,7 @@ def write_entry(
         return tensor if num_rows == shape.num_rows else tensor[:num_rows]
 
     tables = shape.metadata.block_tables[:num_rows, : ring.block_tables.shape[1]] if with_tables else None
-    kernels.write_ring_entry(
+    return write(
         epoch,
         max_tokens,
         starts[: num_rows + 1],

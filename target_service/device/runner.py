@@ -33,6 +33,7 @@ from target_service.device.publishing import publish_step
 from target_service.device.rows import look_ahead, plan_rows, wants_drafts
 from target_service.device.sampling import DeviceSampling, SampledRows, take_draft_probs
 from target_service.device.tables import DeviceTables
+from target_service.device.taking import Taking
 from target_service.device.warming import Warming
 from target_service.failures import raise_if_device_lost
 from target_service.flights import Flight, FlightRow, Landing
@@ -101,14 +102,14 @@ class DeviceRunner:
         self._packer = Packer(plans, buffers, tables, sampling, forward)
         self._kernels = kernels
         self._device = device
-        self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         pinned = device.type == "cuda"
         sizes = buffers.sizes
         most = sizes.max_rows * (TOKENS + sizes.max_drafts + 1)
         self._warm: set[tuple[tuple[int, ...], int]] = set()
         self._idle_jobs: Iterator[Callable[[], None]] | None = None
-        self._warming = Warming(forward, buffers, plans, kernels, self._take)
+        self._taking = Taking(kernels, buffers, plans, vocab_size)
+        self._warming = Warming(forward, buffers, plans, kernels, self._taking.once)
         self._slots = [
             Slot(plan, torch.zeros(most, dtype=torch.int64, pin_memory=pinned), Marks(device)) for plan in plans.host
         ]
@@ -244,7 +245,7 @@ class DeviceRunner:
         """Enqueue everything from the drafts on."""
         shape, batch, end = launch.shape, launch.batch, launch.end
         entry = end.ring(launch.step.seq) if end is not None else None
-        self._take(launch, end.spec.epoch if end is not None else 0, entry[0] if entry is not None else None)
+        self._taking.step(launch, channel, entry[0] if entry is not None else None)
         greedy = launch.needs.plain and launch.logprobs is None
         if batch is None:
             output = self.forward.uniform(shape, hidden_layers, greedy)
@@ -277,35 +278,6 @@ class DeviceRunner:
         if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # a lost device: whoever handles the first error finds out
                 torch.cuda.current_stream(self._device).synchronize()
-
-    def _take(self, launch: Launch, epoch: int, ring_header: torch.Tensor | None) -> None:
-        """Enqueue what decides which rows run, and takes their drafts. epoch: of the channel."""
-        shape, reply = launch.shape, launch.reply
-        buffers, rows = self._buffers, self._plans.first(shape.num_rows)
-        self._kernels.take_drafts(
-            reply.header if reply is not None else None,
-            reply.tokens if reply is not None else None,
-            reply.has_probs if reply is not None and launch.wants_probs else None,
-            launch.step.drafts_from_seq,
-            epoch,
-            launch.num_reply_rows,
-            self._vocab_size,
-            shape.query_stride,
-            rows["places"],
-            rows["seats"],
-            rows["query_lens"],
-            rows["limits"],
-            rows["known_lens"],
-            buffers.context_lens,
-            ring_header,
-            shape.seats,
-            shape.seq_lens,
-            shape.drafts,
-            shape.num_drafts,
-            shape.start_positions,
-            shape.has_probs,
-            buffers.missed,
-        )
 
     def _verify(self, launch: Launch, output: StepOutput) -> None:
         """Verdicts of a step whose graph, if it has one, ended at the logits; committed."""

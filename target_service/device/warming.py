@@ -178,7 +178,7 @@ class Warming:
         most = min(shape.num_tokens, scratch.target.spec.max_tokens)
         if num_rows <= scratch.target.spec.max_rows:
             write_entry(
-                self._kernels,
+                self._kernels.write_ring_entry,
                 shape,
                 num_rows,
                 most,
