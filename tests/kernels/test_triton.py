@@ -31,10 +31,14 @@ NOT_TWINS = {
 
 
 def functions(path: Path) -> dict[str, str]:
-    """Public function -> signature; a name that is imported on purpose (`from x import a as a`) counts without one."""
+    """Public function -> signature; a name that is imported on purpose (`from x import a as a`) counts without one.
+    How a kernel is launched (`kernels/triton/prepared.py`) is none of its signature.
+    """
     found: dict[str, str] = {}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if [argument.arg for argument in node.args.kwonlyargs] == ["launcher"]:
+                node.args.kwonlyargs, node.args.kw_defaults = [], []
             result = ast.unparse(node.returns) if node.returns else ""
             found[node.name] = f"({ast.unparse(node.args)}) -> {result}"
         elif isinstance(node, ast.ImportFrom):
@@ -130,3 +134,11 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """The interpreter takes what the compiler refuses."""
     output = in_a_process(["-m", "tests.kernels.triton.compile_all"], tmp_path, TRITON_INTERPRET="0")
     assert "_attend" in output
+
+
+@NEEDS_TRITON
+@WITHOUT_A_GPU
+@pytest.mark.timeout(600)
+def test_prepared_launches_equal_ordinary_ones_to_the_launcher(tmp_path: Path) -> None:
+    output = in_a_process(["-m", "tests.kernels.triton.prepare_all"], tmp_path, TRITON_INTERPRET="0")
+    assert output.count("as ordinary launches") == 7
