@@ -22,7 +22,7 @@ from benchmarks.shared_gpu import has_gpu
 SHAPE, HEAD_SHAPE = "configs/shapes/llama-3-8b", "configs/shapes/llama-3-8b-eagle3"
 KERNEL_TESTS = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "small"),
-    *("tests/gpu/test_kernels_gpu.py", "tests/gpu/test_step_kernels_gpu.py"),
+    *("tests/gpu/test_kernels_gpu.py", "tests/gpu/test_step_kernels_gpu.py", "tests/gpu/test_prepared_gpu.py"),
 )
 SANITIZER = ("compute-sanitizer", "--target-processes", "application-only", "--error-exitcode", "9")
 
