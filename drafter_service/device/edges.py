@@ -33,26 +33,27 @@ class StepEdges:
         spec: ChannelSpec,
         seq: int,
         plan: torch.Tensor,
+        num_words: int,
         num_rows: int,
         padded: tuple[int, int],
         max_tokens: int,
         entry: tuple[torch.Tensor, RingEntry],
         reply: ReplyViews,
     ) -> None:
-        """plan: the fields of num_rows rows, then the changes of the block tables, on the device. padded: rows and
-        tokens to fill. max_tokens: the most that the entry can have.
+        """plan: on the device, the fields of num_rows rows, then the changes of the block tables: num_words in all.
+        padded: rows and tokens to fill. max_tokens: the most that the entry can have.
         """
         fields = take.PLAN_FIELDS * num_rows
         key = ("take", seq % spec.depth, num_rows, plan.data_ptr())
         form = forms.get(key)
         if form is not None:
-            form(*padded, (plan.shape[0] - fields) // 2, seq, max_tokens)
+            form(*padded, (num_words - fields) // 2, seq, max_tokens)
             return
         program = self._program
         arguments = (
             _entry_tensors(*entry),
             plan[:fields].view(take.PLAN_FIELDS, num_rows),
-            plan[fields:].view(2, -1),
+            plan[fields:num_words].view(2, -1),
             seq,
             spec.epoch,
             max_tokens,
@@ -99,7 +100,7 @@ class StepEdges:
         end = LocalChannel(spec, program.device).drafter
         entry, reply = end.ring(1), end.reply(1)
         plan = torch.full((take.PLAN_FIELDS,), -1, dtype=torch.int32, device=program.device)
-        self.take_entry(forms, spec, 1, plan, 1, (1, 1), 1, entry, reply)
+        self.take_entry(forms, spec, 1, plan, plan.shape[0], 1, (1, 1), 1, entry, reply)
         self.finish_reply(forms, spec, 1, 1, entry[0], reply)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from drafter_service.device.marks import StepMarks
+from engine.cuda.copying import Copy, prepare_copy
 from kernels.reference.take_entry import PLAN_FIELDS, RECORD_FIELDS
 
 # Words in front of the records: [0] counts metadata elements that differ from their yardstick (`metadata_shadow`).
@@ -39,9 +40,10 @@ class ReportLayout:
 
 
 class StepBuffers:
-    """One step's host buffers, and its marks. device: the copies' other end."""
+    """One step's host buffers, and its marks. report: the device's (`DrafterProgram.report`)."""
 
-    def __init__(self, layout: ReportLayout, max_changes: int, device: torch.device) -> None:
+    def __init__(self, layout: ReportLayout, max_changes: int, report: torch.Tensor) -> None:
+        device = report.device
         pinned = device.type == "cuda"
         words = PLAN_FIELDS * layout.max_rows + 2 * max_changes
         self.marks = StepMarks(device)
@@ -51,25 +53,36 @@ class StepBuffers:
         self._plan_np = self._plan.numpy()
         self._report = torch.zeros(layout.num_words, dtype=torch.int64, pin_memory=pinned)
         self._report_np = self._report.numpy()
+        self._fetch = prepare_copy(self._report, report)
+        self._send: Copy | None = None
+        self._sent_to: torch.Tensor | None = None
 
     def fields(self, num_rows: int) -> np.ndarray:
         """[PLAN_FIELDS, num_rows] int32, to be filled."""
         return self._plan_np[: PLAN_FIELDS * num_rows].reshape(PLAN_FIELDS, num_rows)
 
-    def put_changes(self, num_rows: int, where: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
-        """Write changes of the block tables behind the fields. Returns all that is to be copied to the device."""
+    def put_changes(self, num_rows: int, where: np.ndarray, blocks: np.ndarray) -> int:
+        """Write changes of the block tables behind the fields. Returns how many words are to be sent."""
         start, count = PLAN_FIELDS * num_rows, len(where)
         if start + 2 * count > self._plan_np.shape[0]:  # many long prompts at once: rare, and worth a wait
             plan = torch.zeros(2 * (start + 2 * count), dtype=torch.int32, pin_memory=self._pinned)
             plan[:start] = self._plan[:start]
             self._plan, self._plan_np = plan, plan.numpy()
-        self._plan_np[start : start + count] = where
-        self._plan_np[start + count : start + 2 * count] = blocks
-        return self._plan[: start + 2 * count]
+            self._send = None
+        if count:
+            self._plan_np[start : start + count] = where
+            self._plan_np[start + count : start + 2 * count] = blocks
+        return start + 2 * count
 
-    def report_for(self, num_tokens: int) -> torch.Tensor:
-        """Where the outcome of a step of at most num_tokens tokens is copied to."""
-        return self._report[: self._layout.ids_from + num_tokens]
+    def send(self, num_words: int, out: torch.Tensor) -> None:
+        """Enqueue the copy of that many words to the device's plan, int32, one place for all steps but for growth."""
+        if self._send is None or self._sent_to is not out:
+            self._send, self._sent_to = prepare_copy(out, self._plan), out
+        self._send(num_words)
+
+    def fetch(self, num_tokens: int) -> None:
+        """Enqueue the copy of the report of a step of at most num_tokens tokens."""
+        self._fetch(self._layout.ids_from + num_tokens)
 
     def records(self, num_rows: int) -> list[list[int]]:
         """Of a step that is done."""

@@ -104,7 +104,7 @@ class DeviceSteps:
         self._on_gpu = on_gpu
         num_changes = min(program.tables.device.numel(), MAX_CHANGES)
         layout = ReportLayout(program.max_rows, program.max_tokens)
-        self._free = [StepBuffers(layout, num_changes, program.device) for _ in range(MAX_UNDER_WAY)]
+        self._free = [StepBuffers(layout, num_changes, program.report) for _ in range(MAX_UNDER_WAY)]
         words = take.PLAN_FIELDS * program.max_rows + 2 * num_changes
         self._plan = torch.zeros(words, dtype=torch.int32, device=program.device)
         # Whose state and table the device has for each seat.
@@ -196,11 +196,10 @@ class DeviceSteps:
         max_query_len = min(max((row.query_len for row in plan.rows), default=0), max_tokens)
         shape = program.shape(num_rows, max_tokens, max_query_len, bounds.draft_len, bounds.drawn)
 
-        words = buffers.put_changes(num_rows, bounds.changed, bounds.blocks)
-        if words.shape[0] > self._plan.shape[0]:
-            self._plan = torch.zeros(2 * words.shape[0], dtype=torch.int32, device=program.device)
-        sent = self._plan[: words.shape[0]]
-        sent.copy_(words, non_blocking=True)
+        num_words = buffers.put_changes(num_rows, bounds.changed, bounds.blocks)
+        if num_words > self._plan.shape[0]:
+            self._plan = torch.zeros(2 * num_words, dtype=torch.int32, device=program.device)
+        buffers.send(num_words, self._plan)
         program.catch_up(bounds.fresh)
 
         marks = buffers.marks
@@ -211,15 +210,16 @@ class DeviceSteps:
         if follows:
             program.read_entry(shape, entry)
         padded = (shape.padded_rows, shape.padded_tokens)
-        edges.take_entry(link.forms, spec, plan.seq, sent, num_rows, padded, max_tokens, (header, entry), reply)
+        edges.take_entry(
+            link.forms, spec, plan.seq, self._plan, num_words, num_rows, padded, max_tokens, (header, entry), reply
+        )
         if follows:
             program.follow(program.rows_of(shape), shape, reply, spec.vocab_size, marks)
         else:
             marks.set(PREFILLED)
         edges.finish_reply(link.forms, spec, plan.seq, num_rows, header, reply)
         end.publish_reply(plan.seq)
-        back = buffers.report_for(max_tokens)
-        back.copy_(program.report[: back.shape[0]], non_blocking=True)
+        buffers.fetch(max_tokens)
         step.metadata_builds = program.counts.builds - builds
         step.metadata_launches = program.counts.launches - launches
         step.complete = True

@@ -13,28 +13,31 @@ from ctypes import byref, c_float
 import torch
 
 from engine.cuda.library import CudaLibrary
+from engine.cuda.streams import current_stream_of
 from engine.errors import ChannelError
 
 
 class Recorder:
-    """Records events of torch's, which is still whom one asks to wait for them. Holds nothing of any device."""
+    """Records events of torch's on one device, which is still whom one asks to wait for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         """ChannelError: no CUDA driver here."""
         self._library = CudaLibrary()
+        self._device = device
+        self._stream = current_stream_of(device)
 
     def make(self, blocking: bool) -> torch.cuda.Event:
-        """An event with a time, on the current device. It exists at once: torch makes one when it is first recorded.
+        """An event with a time. It exists at once: torch makes one when it is first recorded.
 
         blocking: who waits for it sleeps.
         """
         event = torch.cuda.Event(enable_timing=True, blocking=blocking)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def record(self, event: torch.cuda.Event) -> None:
-        """Mark where the current stream is now, as torch does. RuntimeError: the device has failed."""
-        self._call("cuEventRecord", event.cuda_event, torch.cuda.current_stream().cuda_stream)
+        """Mark where the device's current stream is now, as torch does. RuntimeError: the device has failed."""
+        self._call("cuEventRecord", event.cuda_event, self._stream())
 
     def between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
         """Milliseconds between two points that the device has passed. RuntimeError: it has not, or has failed."""

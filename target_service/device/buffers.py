@@ -64,7 +64,9 @@ class StepShape:
 
 
 class StepBuffers:
-    """The buffers. context_lens: [S] int32, committed KV; anchors: [S] int64, last sampled token; both by seat."""
+    """The buffers. context_lens: [S] int32, committed KV; anchors: [S] int64, last sampled token; both by seat. table:
+    that of any shape is its beginning.
+    """
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         def ints(*shape: int) -> torch.Tensor:
@@ -91,7 +93,7 @@ class StepBuffers:
         self._block_tables = ints(1, rows, sizes.table_width)
         self._query_lens, self._num_sampled, self._num_rejected = ints(rows), ints(rows), ints(rows)
         self._anchors = longs(rows)
-        self._table = longs(rows * (TOKENS + drafts + 1))
+        self.table = longs(rows * (TOKENS + drafts + 1))
         self._shapes: dict[tuple[int, int], StepShape] = {}
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
         self._owners: dict[tuple[int, int], torch.Tensor] = {}
@@ -128,7 +130,7 @@ class StepBuffers:
             max_query_len=max_query_len,
             max_seq_len=self.sizes.max_seq_len,
         )
-        packed = self._table[: num_rows * (TOKENS + width + 1)]
+        packed = self.table[: num_rows * (TOKENS + width + 1)]
         return StepShape(
             num_rows=num_rows,
             num_tokens=num_tokens,

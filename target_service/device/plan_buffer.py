@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.cuda.copying import prepare_copy
+
 _ALIGNMENT = 16
 
 _TORCH: dict[Any, torch.dtype] = {
@@ -110,6 +112,7 @@ class PlanBuffer:
             for _ in range(num_host + 1)
         ]
         self.blank, self.host = plans[0], plans[1:]
+        self._uploads = {id(plan): prepare_copy(self._memory, plan.memory) for plan in plans}
 
     def first(self, num_rows: int) -> dict[str, torch.Tensor]:
         """The fields of the first num_rows rows; views that are made once."""
@@ -120,7 +123,7 @@ class PlanBuffer:
 
     def upload(self, plan: HostPlan) -> None:
         """Enqueue the copy of what a host buffer holds. The caller leaves it alone until the step has come back."""
-        self._memory[: plan.used].copy_(plan.memory[: plan.used], non_blocking=True)
+        self._uploads[id(plan)](plan.used)
 
     def added(self, plan: HostPlan, array: np.ndarray) -> torch.Tensor:
         """An array of the step, on the device once the plan has been uploaded: with it where there is room, else by a

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.channel.device import DeviceTargetEnd
+from engine.cuda.copying import Copy, prepare_copy
 from engine.errors import RanksLost
 from kernels.kernel_set import KernelSet
 from kernels.reference.commit_rows import CONTEXT_LEN, MISSED, NUM_DRAFTED, NUM_SAMPLED, RAN, TOKENS
@@ -46,10 +47,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Slot:
-    """What one step under way has for itself. verdicts: host memory that its table is copied to."""
+    """What one step under way has for itself. verdicts: host memory that its table is copied to, by `copy_back`."""
 
     plan: HostPlan
     verdicts: torch.Tensor
+    copy_back: Copy
     marks: Marks
 
 
@@ -104,15 +106,14 @@ class DeviceRunner:
         self._device = device
         self._max_model_len = max_model_len
         pinned = device.type == "cuda"
-        sizes = buffers.sizes
-        most = sizes.max_rows * (TOKENS + sizes.max_drafts + 1)
         self._warm: set[tuple[tuple[int, ...], int]] = set()
         self._idle_jobs: Iterator[Callable[[], None]] | None = None
         self._taking = Taking(kernels, buffers, plans, vocab_size)
         self._warming = Warming(forward, buffers, plans, kernels, self._taking.once)
-        self._slots = [
-            Slot(plan, torch.zeros(most, dtype=torch.int64, pin_memory=pinned), Marks(device)) for plan in plans.host
-        ]
+        self._slots: list[Slot] = []
+        for plan in plans.host:
+            verdicts = torch.zeros(buffers.table.shape[0], dtype=torch.int64, pin_memory=pinned)
+            self._slots.append(Slot(plan, verdicts, prepare_copy(verdicts, buffers.table), Marks(device)))
 
     def place(self, session: Session) -> None:
         """Set up the state of a request just admitted. Enqueues; waits for nothing."""
@@ -262,7 +263,7 @@ class DeviceRunner:
         if channel is not None and end is not None and entry is not None:
             starts = self._starts(shape) if batch is None else batch.starts
             publish_step(self._kernels, launch, channel, entry, starts, self._plans, output.captured)
-        slot.verdicts[: shape.packed.shape[0]].copy_(shape.packed, non_blocking=True)
+        slot.copy_back(shape.packed.shape[0])
         slot.marks.set(ENDED)
         return Results(slot, shape.num_rows, shape.table.shape[1], logprobs, 0.0, output.loads, output.lap)
 

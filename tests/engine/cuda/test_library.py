@@ -35,6 +35,7 @@ TYPES: dict[str, object] = {
     "CUstream": c_void_p,
     "CUstream*": POINTER(c_void_p),
     "void*": c_void_p,
+    "const void*": c_void_p,
     "const char**": POINTER(c_char_p),
     "CUipcMemHandle": IpcMemHandle,
     "CUipcMemHandle*": POINTER(IpcMemHandle),
