@@ -104,9 +104,9 @@ class _DeviceEnd(ABC):
             if seq <= self._published:
                 raise ChannelError(f"seq: step {seq} is not after step {self._published}, already published")
             self._streams.add(stream)
-            self._driver.write_value(stream, self._page, ControlPage.offset(self._counter), seq)
-            # Behind the counter, so that it costs the peer nothing.
-            self._driver.write_value(stream, self._page, ControlPage.offset(self._passed), self._watchdog.num_waits)
+            # The waits behind the counter, so that they cost the peer nothing.
+            counter, passed = ControlPage.offset(self._counter), ControlPage.offset(self._passed)
+            self._driver.write_values(stream, self._page, ((counter, seq), (passed, self._watchdog.num_waits)))
             self._published = seq
 
     def _open_views(self) -> EntryViews:

@@ -7,7 +7,7 @@ test can stand in for it with threads as streams. Streams are opaque: whatever `
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,8 +62,10 @@ class StreamDriver(Protocol):
         """Enqueue: wait until the 32-bit word at `offset` bytes has reached `value`, as control.reached compares."""
         ...
 
-    def write_value(self, stream: Hashable, page: DevicePage, offset: int, value: int) -> None:
-        """Enqueue, behind a system-wide memory barrier: store the low 32 bits of `value` at `offset` bytes."""
+    def write_values(self, stream: Hashable, page: DevicePage, values: Sequence[tuple[int, int]]) -> None:
+        """Enqueue, one after the other: of each (offset, value), behind a system-wide memory barrier, store the value's
+        low 32 bits at `offset` bytes.
+        """
         ...
 
     def mark(self, stream: Hashable) -> Callable[[], bool]:

@@ -12,7 +12,7 @@ import logging
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
@@ -32,6 +32,7 @@ from engine.cuda.library import (
     IpcMemHandle,
     Uuid,
 )
+from engine.cuda.streams import current_stream_of, device_index
 from engine.errors import ChannelError
 
 _log = logging.getLogger(__name__)
@@ -49,8 +50,9 @@ class CudaDevice:
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ChannelError(f"kind: cuda_ipc needs a CUDA device, and {device} is none here")
         torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device_index(device)
         self.device = torch.device("cuda", index)
+        self._current_stream = current_stream_of(self.device)
         self._library = library or CudaLibrary()
         self._ordinal = _ordinal(self._library, index)
         self.uuid = _uuid(self._library, self._ordinal)
@@ -135,26 +137,26 @@ class CudaDevice:
         return page
 
     def current_stream(self) -> Hashable:
-        """See StreamDriver.current_stream."""
-        return torch.cuda.current_stream(self.device)
+        """See StreamDriver.current_stream. The driver's handle: torch's streams last as long as the process."""
+        return self._current_stream()
 
     def wait_value(self, stream: Hashable, page: DevicePage, offset: int, value: int) -> None:
         """See StreamDriver.wait_value."""
-        self._enqueue("cuStreamWaitValue32_v2", stream, page, offset, value, STREAM_WAIT_GEQ)
+        self._enqueue("cuStreamWaitValue32_v2", stream, page, ((offset, value),), STREAM_WAIT_GEQ)
 
-    def write_value(self, stream: Hashable, page: DevicePage, offset: int, value: int) -> None:
-        """See StreamDriver.write_value."""
-        self._enqueue("cuStreamWriteValue32_v2", stream, page, offset, value, STREAM_WRITE_DEFAULT)
+    def write_values(self, stream: Hashable, page: DevicePage, values: Sequence[tuple[int, int]]) -> None:
+        """See StreamDriver.write_values."""
+        self._enqueue("cuStreamWriteValue32_v2", stream, page, values, STREAM_WRITE_DEFAULT)
 
     def mark(self, stream: Hashable) -> Callable[[], bool]:
         """See StreamDriver.mark."""
-        assert isinstance(stream, torch.cuda.Stream)
+        assert isinstance(stream, int)
         # Not torch's: see recording.py.
         event = c_void_p()
         with self._in_context():
             self._library.call("cuEventCreate", byref(event), EVENT_DISABLE_TIMING)
             mark = _Mark(self._in_context, self._library, event)
-            self._library.call("cuEventRecord", event, stream.cuda_stream)
+            self._library.call("cuEventRecord", event, stream)
         return mark
 
     def _zero(self, address: int, num_bytes: int) -> None:
@@ -169,19 +171,21 @@ class CudaDevice:
         finally:
             self._library.call("cuStreamDestroy_v2", stream)
 
-    def _enqueue(self, function: str, stream: Hashable, page: DevicePage, offset: int, value: int, flags: int) -> None:
-        assert isinstance(stream, torch.cuda.Stream)
+    def _enqueue(
+        self, function: str, stream: Hashable, page: DevicePage, values: Sequence[tuple[int, int]], flags: int
+    ) -> None:
+        assert isinstance(stream, int)
         assert isinstance(page, _Page)
         current = c_void_p()
         self._library.call("cuCtxGetCurrent", byref(current))
         with nullcontext() if current.value == self._context else self._in_context():
             capturing = c_int()
-            self._library.call("cuStreamIsCapturing", stream.cuda_stream, byref(capturing))
+            self._library.call("cuStreamIsCapturing", stream, byref(capturing))
             if capturing.value:
                 # The number would be frozen into the graph, and every replay but the first find it reached.
                 raise ChannelError("channel: waits and publications cannot be captured in a graph")
-            address = page.address.value + offset
-            self._library.call(function, stream.cuda_stream, address, value & LOW_32_BITS, flags)
+            for offset, value in values:
+                self._library.call(function, stream, page.address.value + offset, value & LOW_32_BITS, flags)
 
     def _wrap(self, block: _Block) -> torch.Tensor:
         """The block as a tensor that claims this device, whichever the memory lies on, and keeps the block alive."""

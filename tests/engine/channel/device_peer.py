@@ -124,7 +124,7 @@ def synchronize(driver: StreamDriver, runner: Runner, end: CudaIpcTargetEnd | Cu
         faulthandler.dump_traceback()
         if driver.device.type == "cuda":
             other = torch.cuda.Stream(driver.device)
-            driver.write_value(other, end._page, ControlPage.offset(end._awaited), 1 << 20)
+            driver.write_values(other.cuda_stream, end._page, ((ControlPage.offset(end._awaited), 1 << 20),))
             with suppress(TimeoutError):
                 runner.synchronize(1.0)
                 note("and that helped")

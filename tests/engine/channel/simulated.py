@@ -13,7 +13,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 
@@ -126,14 +127,15 @@ class SimulatedDriver:
 
         stream.enqueue(wait)
 
-    def write_value(self, stream: Hashable, page: DevicePage, offset: int, value: int) -> None:
+    def write_values(self, stream: Hashable, page: DevicePage, values: Sequence[tuple[int, int]]) -> None:
         assert isinstance(stream, SimulatedStream)
         assert isinstance(page, SimulatedPage)
 
-        def write() -> None:
+        def write(offset: int, value: int) -> None:
             page.word(offset).value = value & 0xFFFFFFFF
 
-        stream.enqueue(write)
+        for offset, value in values:
+            stream.enqueue(partial(write, offset, value))
 
     def mark(self, stream: Hashable) -> Callable[[], bool]:
         assert isinstance(stream, SimulatedStream)
