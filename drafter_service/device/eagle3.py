@@ -22,6 +22,7 @@ from drafter_service.eagle3.speculator import Eagle3Speculator
 from drafter_service.residency import Resident
 from engine.channel.device import ReplyViews
 from engine.channel.interface import RingEntry
+from engine.cuda.copying import DeviceCopies
 from kernels.attention.interface import RotatingPlan
 from kernels.kernel_set import KernelSet
 from kernels.layout import PAD_SLOT
@@ -65,6 +66,7 @@ class Eagle3Program(ProgramBase):
         )
         dtype = self._head.dtype
         width = config.num_captured * config.target_hidden_size
+        self._copies = DeviceCopies(device)
         self._hidden = torch.zeros((self._graph_tokens, width), dtype=dtype, device=device)
         self._ids = torch.zeros(self.max_tokens, dtype=torch.int64, device=device)
         self._last_index = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
@@ -98,12 +100,14 @@ class Eagle3Program(ProgramBase):
     def read_entry(self, shape: StepShape, entry: RingEntry) -> None:
         """See DrafterProgram.read_entry: the hidden states, to where a graph finds them, or fused right away."""
         assert entry.hidden is not None, "the channel was opened without hidden states"
-        hidden = entry.hidden[: shape.max_tokens]
+        count = shape.max_tokens
         self._fused = None
-        if shape.captured:
-            self._hidden[: shape.max_tokens].copy_(hidden)
+        if not shape.captured:
+            self._fused = self._head.fuse(entry.hidden[:count])
+        elif entry.hidden.dtype == self._hidden.dtype:
+            self._copies.copy(self._hidden, entry.hidden, count * self._hidden.shape[1])
         else:
-            self._fused = self._head.fuse(hidden)
+            self._hidden[:count].copy_(entry.hidden[:count])
 
     def follow(
         self, taken: TakenRows, shape: StepShape, reply: ReplyViews, num_target_tokens: int, marks: StepMarks

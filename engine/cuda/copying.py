@@ -39,6 +39,28 @@ def prepare_copy(out: torch.Tensor, source: torch.Tensor) -> Copy:
     return _Pinned(out, source)
 
 
+class DeviceCopies:
+    """Copies within one device, the host's own tensors on a CPU. Used by one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._call = CudaLibrary().call if device.type == "cuda" else None
+        self._stream = current_stream_of(device) if device.type == "cuda" else int
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor, count: int) -> None:
+        """Enqueue, on the current stream: the first `count` elements of `source` to `out`. Both are contiguous, of one
+        dtype, on the device (or in memory that it reaches), and have as many. RuntimeError: the device has failed.
+        """
+        if count > min(out.numel(), source.numel()):
+            raise ValueError(f"count: {count} elements, the ends have {out.numel()} and {source.numel()}")
+        if out.dtype != source.dtype or not out.is_contiguous() or not source.is_contiguous():
+            raise ValueError(f"out: must be contiguous and {source.dtype} as the source is, got {out.dtype}")
+        if self._call is None:
+            out.view(-1)[:count].copy_(source.view(-1)[:count])
+        elif count:
+            num_bytes = count * out.element_size()
+            _checked(self._call, "cuMemcpyDtoDAsync_v2", out.data_ptr(), source.data_ptr(), num_bytes, self._stream())
+
+
 class _Pinned:
     """A copy between pinned memory and a GPU. Holds both ends."""
 
@@ -57,9 +79,12 @@ class _Pinned:
     def __call__(self, count: int) -> None:
         if not 0 <= count <= self._most:
             raise ValueError(f"count: {count} elements, the ends have {self._most}")
-        if not count:
-            return
-        try:
-            self._call(self._name, *self._addresses, count * self._item, self._stream())
-        except ChannelError as error:
-            raise RuntimeError(f"CUDA error: {error}") from error  # as torch has it
+        if count:
+            _checked(self._call, self._name, *self._addresses, count * self._item, self._stream())
+
+
+def _checked(call: Callable[..., None], *arguments: object) -> None:
+    try:
+        call(*arguments)
+    except ChannelError as error:
+        raise RuntimeError(f"CUDA error: {error}") from error  # as torch has it

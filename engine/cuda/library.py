@@ -70,6 +70,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuStreamDestroy_v2": (c_void_p,),
     "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
+    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.cuda.copying import prepare_copy
+from engine.cuda.copying import DeviceCopies, prepare_copy
 
 _ALIGNMENT = 16
 
@@ -89,7 +89,7 @@ class PlanBuffer:
     """The device's buffer, and the host's. `rows`: the rows' fields as tensors on the device, max_rows + 1 elements.
 
     The device has one: the next step's copy comes after this step's kernels, by the order of the stream. `host`: those
-    of the steps under way; `blank`: one without rows, which nobody changes.
+    of the steps under way; `blank`: one without rows, which nobody changes. `copies`: from here to elsewhere on it.
     """
 
     def __init__(self, max_rows: int, tail_bytes: int, num_host: int, device: torch.device) -> None:
@@ -99,6 +99,7 @@ class PlanBuffer:
             offsets[name] = end
             end = _aligned(end + (max_rows + 1) * np.dtype(dtype).itemsize)
         self.device = device
+        self.copies = DeviceCopies(device)
         size = end + _aligned(tail_bytes)
         pinned = device.type == "cuda"
         self._memory = torch.zeros(size, dtype=torch.uint8, device=device)

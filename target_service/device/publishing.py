@@ -54,7 +54,7 @@ def publish_step(
         write = kernels.write_ring_entry if launch.batch is not None else kernels.prepare.write_ring_entry
         rest = (entry, starts, plans, captured, with_tables)
         channel.forms.keep(key, write_entry(write, shape, num_rows, launch.num_tokens, spec.epoch, *rest))
-    entry[0][:1].copy_(plans.first(1)["tag"], non_blocking=True)
+    plans.copies.copy(entry[0], plans.rows["tag"], 1)
     try:
         channel.device_end.publish(step.seq)
     except ChannelError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.cuda.copying import prepare_copy
+from engine.cuda.copying import DeviceCopies, prepare_copy
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
@@ -55,3 +55,20 @@ def test_ends_that_do_not_fit_are_refused() -> None:
         prepare_copy(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="contiguous"):
         prepare_copy(torch.zeros(3, 3).t(), torch.zeros(9))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_within_a_device(device: str) -> None:
+    copies = DeviceCopies(torch.device(device))
+    out, source = torch.zeros((2, 3), dtype=torch.int64, device=device), torch.arange(9, device=device)
+    copies.copy(out, source[2:], 4)
+    assert out.tolist() == [[2, 3, 4], [5, 0, 0]]
+    copies.copy(out, source, 0)
+    copies.copy(out[1], out, 3)
+    assert out.tolist() == [[2, 3, 4], [2, 3, 4]]
+    with pytest.raises(ValueError, match="count: 7"):
+        copies.copy(out, source, 7)
+    with pytest.raises(ValueError, match="contiguous"):
+        copies.copy(out.t(), source, 2)
+    with pytest.raises(ValueError, match=r"torch.int64"):
+        copies.copy(out.to(torch.int32), source, 2)
