@@ -20,11 +20,11 @@ from engine.errors import ChannelError
 class Recorder:
     """Records events of torch's on one device, which is still whom one asks to wait for them."""
 
-    def __init__(self, device: torch.device) -> None:
-        """ChannelError: no CUDA driver here."""
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: None, the one that is current now. ChannelError: no CUDA driver here."""
         self._library = CudaLibrary()
-        self._device = device
-        self._stream = current_stream_of(device)
+        self._device = device or torch.device("cuda")
+        self._stream = current_stream_of(self._device)
 
     def make(self, blocking: bool) -> torch.cuda.Event:
         """An event with a time. It exists at once: torch makes one when it is first recorded.

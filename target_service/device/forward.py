@@ -164,9 +164,9 @@ class StepForward:
     def _uniform_step(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> Callable[[], StepOutput]:
         buffers = self._buffers
         starts = buffers.uniform_starts(shape.num_rows, shape.query_stride)
-        prompts = buffers.uniform_prompts[: shape.num_rows]
 
         def step() -> StepOutput:
+            prompts = buffers.uniform_prompts[: shape.num_rows]
             self._prepare(shape, starts, prompts, self._plans.rows["prompt_starts"], buffers.no_prompt)
             output = self._run(shape, hidden_layers, None)
             if not greedy or output.logits is None:
