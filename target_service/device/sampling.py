@@ -158,13 +158,11 @@ class DeviceSampling:
         return _NEEDS[bits]
 
     def fill(self, plan: HostPlan, seats: np.ndarray, needs: SamplingNeeds) -> None:
-        """Write the rows' parameters into a plan. seats: [R], -1: none (gets some seat's, which is never read)."""
+        """Write the rows' parameters into a plan. seats: [R], -1: none (gets the last seat's, which are never read)."""
         num_rows = seats.shape[0]
-        self._seeds.take(seats, out=plan.rows["seeds"][:num_rows], mode="clip")
-        self._numbers["temperature"].take(seats, out=plan.rows["temperature"][:num_rows], mode="clip")
-        if not needs.plain:
-            for name in _NUMBERS[1:]:
-                self._numbers[name].take(seats, out=plan.rows[name][:num_rows], mode="clip")
+        plan.rows["seeds"][:num_rows] = self._seeds[seats]
+        for name in _NUMBERS[:1] if needs.plain else _NUMBERS:
+            plan.rows[name][:num_rows] = self._numbers[name][seats]
 
     def verdict(self, logits: torch.Tensor, rows: SampledRows, needs: SamplingNeeds) -> Verdict:
         """Process the raw logits ([N, V] float32, left as they are) and apply the accept rule."""
