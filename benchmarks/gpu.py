@@ -47,6 +47,13 @@ def kernels_headline(result: Result) -> str:
     return f"{len(cases)} cases at {result.get('copy_tb_per_s')} TB/s{middle}"
 
 
+def launches_headline(result: Result) -> str:
+    return "; ".join(
+        f"{name}: {figures['ordinary']:.0f} us, prepared {figures['prepared']:.1f}"
+        for name, figures in result["host_us"].items()
+    )
+
+
 def hop_headline(result: Result) -> str:
     return "; ".join(
         f"{name}: {figures['empty']:.1f} us, with data {figures['with data']:.1f}"
@@ -110,6 +117,7 @@ def sections() -> dict[str, Section]:
         "serve": Section(("-m", "benchmarks.serve_gpu"), 140, serve_headline),
         "drafter-kill": Section(("-m", "benchmarks.drafter_kill"), 80, kill_headline),
         "kernels": Section(("-m", "benchmarks.kernels", "--repeats", "15"), 90, kernels_headline),
+        "launches": Section(("-m", "benchmarks.launches"), 30, launches_headline),
         "memcheck-kernels": Section(KERNEL_TESTS, 110, summary_line, sanitizer("memcheck", 50_152), timed=False),
         "racecheck-kernels": Section(KERNEL_TESTS, 110, summary_line, sanitizer("racecheck", 51_152), timed=False),
         "memcheck-served": Section(("-m", "benchmarks.sanitized_step"), 200, sanitized_headline, timed=False),
