@@ -21,7 +21,7 @@ class StepMarks:
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] | None = None
         if device.type == "cuda":
-            self._recorder = Recorder(device)
+            self._recorder = Recorder()
             # Whoever waits for the last one sleeps, and leaves the core to those who enqueue.
             with torch.cuda.device(device):
                 self._events = [self._recorder.make(blocking=point == DONE) for point in range(4)]

@@ -13,31 +13,29 @@ from ctypes import byref, c_float
 import torch
 
 from engine.cuda.library import CudaLibrary
-from engine.cuda.streams import current_stream_of
+from engine.cuda.streams import current_stream
 from engine.errors import ChannelError
 
 
 class Recorder:
-    """Records events of torch's on one device, which is still whom one asks to wait for them."""
+    """Records events of torch's, which is still whom one asks to wait for them. Holds nothing of any device."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        """device: None, the one that is current now. ChannelError: no CUDA driver here."""
+    def __init__(self) -> None:
+        """ChannelError: no CUDA driver here."""
         self._library = CudaLibrary()
-        self._device = device or torch.device("cuda")
-        self._stream = current_stream_of(self._device)
 
     def make(self, blocking: bool) -> torch.cuda.Event:
-        """An event with a time. It exists at once: torch makes one when it is first recorded.
+        """An event with a time, on the current device. It exists at once: torch makes one when it is first recorded.
 
         blocking: who waits for it sleeps.
         """
         event = torch.cuda.Event(enable_timing=True, blocking=blocking)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record()
         return event
 
     def record(self, event: torch.cuda.Event) -> None:
-        """Mark where the device's current stream is now, as torch does. RuntimeError: the device has failed."""
-        self._call("cuEventRecord", event.cuda_event, self._stream())
+        """Mark where the current stream is now, as torch does. RuntimeError: the device has failed."""
+        self._call("cuEventRecord", event.cuda_event, current_stream())
 
     def between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
         """Milliseconds between two points that the device has passed. RuntimeError: it has not, or has failed."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+
+# What Triton and torch's own compiler ask; builds without CUDA lack it.
+_raw: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 def device_index(device: torch.device) -> int:
@@ -12,11 +18,11 @@ def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def current_stream() -> int:
+    """Of the current device, in the calling thread."""
+    return _raw(torch.cuda.current_device())
+
+
 def current_stream_of(device: torch.device) -> Callable[[], int]:
     """What tells the current stream of that CUDA device, in the calling thread."""
-    index = device_index(device)
-    # What Triton and torch's own compiler ask; builds without CUDA lack it.
-    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is None:
-        return lambda: torch.cuda.current_stream(index).cuda_stream
-    return lambda: raw(index)
+    return partial(_raw, device_index(device))

@@ -22,7 +22,7 @@ class Marks:
         self._times = [0.0] * 4
         self._events: list[torch.cuda.Event] | None = None
         if device.type == "cuda":
-            self._recorder = Recorder(device)
+            self._recorder = Recorder()
             with torch.cuda.device(device):
                 # Whoever waits for the last one sleeps, and leaves the core to those who launch.
                 self._events = [self._recorder.make(blocking=point == ENDED) for point in range(4)]
