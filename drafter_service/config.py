@@ -82,7 +82,8 @@ class DrafterConfig(SectionModel):
     draft_sampling: `greedy`, or `probabilistic`: draw drafts for unseeded sampling rows and publish probabilities.
     channel_kinds: kinds to offer, best first; `cuda_ipc` goes with device execution, the others with host execution.
     max_entry_wait_s: the longest wait for one step of a live target. heartbeat_deadline_s: a target whose heartbeat is
-    older is not waited for.
+    older is not waited for. device_deadline_s: a CUDA device that takes longer over a step whose entry is there is
+    taken for lost, and the drafter ends.
     command_queue, event_queue: bounds of what one gateway may have waiting either way.
     drain_s: how long SIGTERM waits for gateways to leave.
     check_integrity: check blocks and seats after every command. For tests and debugging.
@@ -117,6 +118,7 @@ class DrafterConfig(SectionModel):
     attach_timeout_s: float = Field(5.0, gt=0, le=600)
     heartbeat_deadline_s: float = Field(2.0, gt=0, le=600)
     max_entry_wait_s: float = Field(30.0, gt=0, le=3600)
+    device_deadline_s: float = Field(120.0, gt=0, le=3600)
     command_queue: int = Field(1024, ge=1, le=1 << 20)
     event_queue: int = Field(1024, ge=1, le=1 << 20)
     drain_s: float = Field(0.0, ge=0, le=3600)

@@ -26,6 +26,7 @@ from drafter_service.messages import ServiceInfo
 from drafter_service.servicer import SERVICE_NAME, DrafterServicer, add_drafter_servicer
 from drafter_service.speculator import Speculator
 from drafter_service.streams import GatewayStream, Inboxes
+from engine.device_deadline import DeviceDeadline
 from engine.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 1 << 28
@@ -56,6 +57,8 @@ class DrafterServer:
             device=None if program is None else program.device,
         )
         inboxes = Inboxes(config.command_queue)
+        device = torch.device(config.device)
+        deadline = DeviceDeadline(_device_deadline_s(config, device), lambda reason: self._device.lose(reason))
 
         def submit(stream: GatewayStream, outcome: AttachOutcome) -> bool:
             return inboxes.put(stream, outcome, None)
@@ -69,10 +72,10 @@ class DrafterServer:
             None
             if program is None
             else lambda residents: make_device_steps(
-                program, speculator.needs, residents, config.max_entry_wait_s, inboxes.nudge
+                program, speculator.needs, residents, config.max_entry_wait_s, inboxes.nudge, deadline
             ),
         )
-        self._device = DeviceThread(core, inboxes, config.threads, config.check_integrity, torch.device(config.device))
+        self._device = DeviceThread(core, inboxes, config.threads, config.check_integrity, device, deadline)
         self._servicer = DrafterServicer(self._device, config.event_queue)
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="rpc")
@@ -126,3 +129,10 @@ class DrafterServer:
         self._device.stop(DEVICE_STOP_S)
         self._connector.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _device_deadline_s(config: DrafterConfig, device: torch.device) -> float | None:
+    """The most that a step may take on the device once the one before it is done: what it may wait for its entry, and
+    what it may take then.
+    """
+    return config.device_deadline_s + config.max_entry_wait_s if device.type == "cuda" else None

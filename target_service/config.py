@@ -58,7 +58,9 @@ class TargetConfig(SectionModel):
     host, `shm` one host. channel_depth: steps that a channel holds, and with device execution steps under way.
     heartbeat_deadline_s: a drafter whose heartbeat is older is not waited for. drafter_lease_s: after that long without
     a heartbeat its channel is closed and its memory freed.
-    max_wait_ms: upper bound of a plan's deadline_ms.
+    max_wait_ms: upper bound of a plan's deadline_ms. device_deadline_s: a CUDA device that takes longer over a step,
+    beside what the step may wait for, is taken for lost, and the target ends. Kernels that a step is the first to need
+    are compiled within it.
     command_queue, event_queue: bounds of what waits for the device, and of what waits for one gateway to read.
     drain_s: how long SIGTERM waits for running requests.
     check_integrity: check blocks and seats after every command; a fault is reported as such. For tests and debugging.
@@ -91,6 +93,7 @@ class TargetConfig(SectionModel):
     heartbeat_deadline_s: float = Field(2.0, gt=0, le=600)
     drafter_lease_s: float = Field(10.0, gt=0, le=3600)
     max_wait_ms: int = Field(5000, ge=0, le=600_000)
+    device_deadline_s: float = Field(120.0, gt=0, le=3600)
     command_queue: int = Field(1024, ge=1, le=1 << 20)
     event_queue: int = Field(1024, ge=1, le=1 << 20)
     drain_s: float = Field(5.0, ge=0, le=3600)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -34,7 +35,7 @@ class TargetServer:
 
     def __init__(self, config: TargetConfig, target: Target, on_failure: Callable[[], object] = lambda: None) -> None:
         """Bind the address. ConfigError when it cannot be. on_failure: called, from another thread, when a bug has
-        ended the device thread, or a rank is lost; the caller should stop the server then.
+        ended the device thread, or the device or a rank is lost; the caller should stop the server then.
         """
         self._drain_s = config.drain_s
         self._on_failure = on_failure
@@ -42,7 +43,13 @@ class TargetServer:
         self._target = target
         engine = target.engine
         self._device = DeviceThread(
-            target.core, config.command_queue, config.threads, self._fail, engine.device, engine.stream
+            target.core,
+            config.command_queue,
+            config.threads,
+            self._fail,
+            engine.device,
+            engine.stream,
+            deadline_s=_device_deadline_s(config, engine.device),
         )
         self._servicer = TargetServicer(self._device, target.channels, config.event_queue)
         self._health = health.HealthServicer()
@@ -101,3 +108,14 @@ class TargetServer:
         self._failed.set()
         self._health.enter_graceful_shutdown()  # says NOT_SERVING from now on
         self._on_failure()
+
+
+def _device_deadline_s(config: TargetConfig, device: torch.device) -> float | None:
+    """The most that one command may take on the device: what one step may, and all that it may wait for. A command
+    completes at most the steps under way, and launches or runs one.
+    """
+    if device.type != "cuda":
+        return None
+    steps = config.channel_depth + 1
+    waits_s = steps * config.max_wait_ms / 1e3 + (config.pcp_timeout_s if config.pcp_size > 1 else 0.0)
+    return config.device_deadline_s + waits_s

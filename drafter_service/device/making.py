@@ -14,6 +14,7 @@ from drafter_service.draft_model import DraftModelSpeculator
 from drafter_service.eagle3.speculator import Eagle3Speculator
 from drafter_service.residency import Residents
 from drafter_service.speculator import ChannelNeeds, Speculator
+from engine.device_deadline import DeviceDeadline
 from engine.errors import ConfigError
 from kernels.kernel_set import KernelSet, kernels_for
 
@@ -31,10 +32,17 @@ def make_program(speculator: Speculator, options: DeviceOptions, kernels: Kernel
 
 
 def make_device_steps(
-    program: DrafterProgram, needs: ChannelNeeds, residents: Residents, max_wait_s: float, on_done: Callable[[], None]
+    program: DrafterProgram,
+    needs: ChannelNeeds,
+    residents: Residents,
+    max_wait_s: float,
+    on_done: Callable[[], None],
+    deadline: DeviceDeadline,
 ) -> DeviceSteps:
-    """The runner of a program's steps, ready. on_done: called from another thread when steps are to be collected."""
-    completions = Completions(on_done)
+    """The runner of a program's steps, ready. on_done: called from another thread when steps are to be collected.
+    deadline: of each step.
+    """
+    completions = Completions(on_done, deadline)
     name = kernels_for(program.device).name
     steps = DeviceSteps(
         program,

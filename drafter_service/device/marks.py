@@ -38,7 +38,9 @@ class StepMarks:
         return self._host[point]
 
     def wait(self) -> None:
-        """Until the device has come to DONE. RuntimeError: it has failed."""
+        """Until the device has come to DONE: for ever, where it hangs. Whoever waits sees to a deadline (see
+        `engine.device_deadline`). RuntimeError: it has failed.
+        """
         if self._events is not None:
             self._events[DONE].synchronize()
 

@@ -39,7 +39,9 @@ class Marks:
         return self._events is None or self._events[ENDED].query()
 
     def wait(self) -> None:
-        """Block until the device has come past ENDED."""
+        """Block until the device has come past ENDED: for ever, where it hangs. Whoever waits sees to a deadline (see
+        `engine.device_deadline`).
+        """
         if self._events is not None:
             self._events[ENDED].synchronize()
 

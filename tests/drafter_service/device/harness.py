@@ -16,6 +16,7 @@ from drafter_service.device.steps import DeviceSteps
 from drafter_service.messages import Admission, RowRequest, StepReport, StepRequest
 from drafter_service.residency import Resident, Residents
 from drafter_service.speculator import Speculator
+from engine.device_deadline import DeviceDeadline
 from kernels.reference.finish_reply import finish_reply
 from kernels.reference.take_entry import take_entry
 from tests.drafter_service.fake_target import FakeRequest, FakeTarget
@@ -27,7 +28,7 @@ class HeldCompletions(Completions):
     """Steps are done when `release` is called."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: None)
+        super().__init__(lambda: None, DeviceDeadline(None, lambda _: None))
         self.held: list[Pending] = []
 
     def add(self, step: Pending) -> None:
