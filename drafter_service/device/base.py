@@ -24,6 +24,10 @@ from kernels.kernel_set import KernelSet
 from kernels.reference.philox import DRAFT
 from kernels.reference.take_entry import TakenRows
 
+# Of targets, by size: a method that has to know it captures every step for each. The graphs of more are made anew each
+# time they come, the least recent ones first.
+MAX_VOCABULARIES = 4
+
 
 class ProgramBase:
     """The part of DrafterProgram that does not depend on the method.
@@ -55,8 +59,10 @@ class ProgramBase:
         self._kernels = kernels
         self._options = options
         self._target_ids = target_ids
-        self._graphs = CountedGraphs(device, options.cuda_graphs, self.counts)
         self._row_tokens = tokens_per_row(self.max_draft_len)
+        # Prefills with drafts behind them and without, and the draft steps of each length, by rows.
+        num_graphs = len(options.graph_rows) * (2 * len(self._row_tokens) + self.max_draft_len - 1)
+        self._graphs = CountedGraphs(device, MAX_VOCABULARIES * num_graphs, options.cuda_graphs, self.counts)
         # Tokens of the largest step that runs through a graph.
         self._graph_tokens = min(self.max_tokens, max(options.graph_rows, default=0) * self._row_tokens[-1])
         self._views: dict[tuple[int, int], TakenRows] = {}

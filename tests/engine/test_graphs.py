@@ -8,7 +8,7 @@ from engine.graphs import GraphCache
 
 
 def test_on_a_cpu_the_function_is_called() -> None:
-    graphs = GraphCache("cpu")
+    graphs = GraphCache("cpu", 8)
     value = torch.zeros(1)
     for turn in range(3):
         result = graphs.run("add", lambda: value.add_(1))
