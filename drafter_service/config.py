@@ -85,6 +85,8 @@ class DrafterConfig(SectionModel):
     older is not waited for. device_deadline_s: a CUDA device that takes longer over a step whose entry is there is
     taken for lost, and the drafter ends.
     command_queue, event_queue: bounds of what one gateway may have waiting either way.
+    gateway_lease_s: a gateway that has requests here and neither sends nor is sent anything for so long loses its
+    stream, and they are let go. Longer than its step_timeout_s.
     drain_s: how long SIGTERM waits for gateways to leave.
     check_integrity: check blocks and seats after every command. For tests and debugging.
     """
@@ -121,5 +123,6 @@ class DrafterConfig(SectionModel):
     device_deadline_s: float = Field(120.0, gt=0, le=3600)
     command_queue: int = Field(1024, ge=1, le=1 << 20)
     event_queue: int = Field(1024, ge=1, le=1 << 20)
+    gateway_lease_s: float = Field(300.0, gt=0, le=86_400)
     drain_s: float = Field(0.0, ge=0, le=3600)
     check_integrity: bool = False

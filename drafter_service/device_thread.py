@@ -83,6 +83,10 @@ class DeviceThread:
         """Queue the end of a stream, after everything it sent."""
         self._inboxes.put(stream, StreamEnded(), None)
 
+    def holds(self, stream: GatewayStream) -> bool:
+        """Whether requests of the stream are resident; a snapshot, from any thread."""
+        return self._core.residents.holds(stream.stream_id)
+
     def num_resident(self) -> int:
         """How many requests are resident; a snapshot, from any thread."""
         return len(self._core.residents)

@@ -62,6 +62,8 @@ class TargetConfig(SectionModel):
     beside what the step may wait for, is taken for lost, and the target ends. Kernels that a step is the first to need
     are compiled within it.
     command_queue, event_queue: bounds of what waits for the device, and of what waits for one gateway to read.
+    gateway_lease_s: a gateway that has requests here and neither sends nor is sent anything for so long loses its
+    stream, and they are let go. Longer than its step_timeout_s.
     drain_s: how long SIGTERM waits for running requests.
     check_integrity: check blocks and seats after every command; a fault is reported as such. For tests and debugging.
     pcp_size: ranks that share out a step's tokens (prefill-context parallelism); each holds the whole model and cache.
@@ -96,6 +98,7 @@ class TargetConfig(SectionModel):
     device_deadline_s: float = Field(120.0, gt=0, le=3600)
     command_queue: int = Field(1024, ge=1, le=1 << 20)
     event_queue: int = Field(1024, ge=1, le=1 << 20)
+    gateway_lease_s: float = Field(300.0, gt=0, le=86_400)
     drain_s: float = Field(5.0, ge=0, le=3600)
     check_integrity: bool = False
     pcp_size: Literal[1, 2, 4, 8] = 1

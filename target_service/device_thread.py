@@ -93,6 +93,10 @@ class DeviceThread:
         """Queue the end of a stream, after everything it sent."""
         self._put(_Job(stream, None))
 
+    def holds(self, stream: GatewayStream) -> bool:
+        """Whether requests of the stream are resident; a snapshot, from any thread."""
+        return self._core.sessions.holds(stream.stream_id)
+
     def num_resident(self) -> int:
         """How many requests are resident and will run on; a snapshot, from any thread."""
         return 0 if self._stopping.is_set() else len(self._core.sessions)
