@@ -59,8 +59,9 @@ class Peer:
 
     def __init__(self, address: str) -> None:
         self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._channel: Any = grpc.insecure_channel(address)  # its stubs want serializers, which bytes need not have
-        self._call: Any = self._channel.stream_stream("/test.Test/Serve")(iter(self._commands.get, None))
+        self._channel = grpc.insecure_channel(address)
+        open_stream: Any = self._channel.stream_stream("/test.Test/Serve", bytes, bytes)
+        self._call = open_stream(iter(self._commands.get, None))
 
     def send(self, command: bytes) -> None:
         self._commands.put(command)

@@ -140,7 +140,6 @@ BAD_ANYWHERE: list[tuple[str, str]] = [
     ('"stop_token_ids": [-1]', "stop_token_ids[0]"),
     ('"stop_token_ids": [0, 99999]', "stop_token_ids[1]"),
     ('"draft_len": -1', "draft_len"),
-    ('"draft_len": 2000', "draft_len"),
     ('"draft_len": "4"', "draft_len"),
     ('"stream": "yes"', "stream"),
     ('"stream": 1', "stream"),
