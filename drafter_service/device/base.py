@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from drafter_service.device.counted_graphs import CountedGraphs
@@ -16,10 +14,8 @@ from drafter_service.device.taken import make_taken
 from drafter_service.residency import Resident
 from drafter_service.settings import CacheSettings
 from engine.channel.device import ReplyViews
-from engine.errors import ConfigError
 from engine.graphs import GraphCounts
 from engine.request_blocks import RequestBlocks
-from kernels.attention.interface import AttentionBackend
 from kernels.kernel_set import KernelSet
 from kernels.reference.philox import DRAFT
 from kernels.reference.take_entry import TakenRows
@@ -118,10 +114,3 @@ class ProgramBase:
             published[:, : probs.shape[1]] = probs
         else:
             published.index_copy_(1, self._target_ids, probs)
-
-
-def check_attention(attentions: Sequence[AttentionBackend]) -> None:
-    """ConfigError: a backend needs the rows' lengths on the host."""
-    for attention in attentions:
-        if attention.needs_host_lens:
-            raise ConfigError("drafter.attention", f"{attention.name!r} needs host lengths: use execution `host`")

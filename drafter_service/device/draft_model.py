@@ -14,7 +14,7 @@ from importlib import import_module
 import numpy as np
 import torch
 
-from drafter_service.device.base import ProgramBase, check_attention
+from drafter_service.device.base import ProgramBase
 from drafter_service.device.marks import PREFILLED, StepMarks
 from drafter_service.device.metadata import DeviceMetadata
 from drafter_service.device.program import DeviceOptions
@@ -37,7 +37,6 @@ class DraftModelProgram(ProgramBase):
     def __init__(self, speculator: DraftModelSpeculator, kernels: KernelSet, options: DeviceOptions) -> None:
         settings, decoder = speculator.settings, speculator.decoder
         super().__init__(settings, decoder.device, speculator.blocks, None, kernels, options)
-        check_attention(speculator.attentions)
         # The anchor stands behind the row: `take_entry` is told of one position less.
         self.max_len = speculator.max_len - 1
         self._speculator = speculator

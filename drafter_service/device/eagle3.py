@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from drafter_service.device.base import ProgramBase, check_attention
+from drafter_service.device.base import ProgramBase
 from drafter_service.device.head import HeadOutput, HeadRunner
 from drafter_service.device.marks import PREFILLED, StepMarks
 from drafter_service.device.metadata import DeviceMetadata
@@ -35,7 +35,6 @@ class Eagle3Program(ProgramBase):
         settings, config, device = speculator.settings, speculator.head.config, speculator.device
         placements = speculator.placements
         super().__init__(settings, device, placements.blocks, speculator.target_ids, kernels, options)
-        check_attention([speculator.attention])
         self.max_len = placements.max_len
         self._placements = placements
         self._kv = speculator.kv
