@@ -17,13 +17,11 @@ Graph = TypeVar("Graph")
 class GraphStore(Generic[Graph]):
     """Owner of graphs by key. Used by one thread, the one that launches them.
 
-    max_graphs: most that are kept, at least 1. mark: called when one is taken out, behind everything that was launched;
-    what it returns tells whether the device has come so far.
+    max_graphs: most that are kept, at least 1.
     """
 
-    def __init__(self, max_graphs: int, mark: Callable[[], Callable[[], bool]]) -> None:
+    def __init__(self, max_graphs: int) -> None:
         self._max_graphs = max(1, max_graphs)
-        self._mark = mark
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._aside: deque[tuple[Graph, Callable[[], bool]]] = deque()
 
@@ -42,14 +40,16 @@ class GraphStore(Generic[Graph]):
             self._graphs.move_to_end(key)
         return graph
 
-    def add(self, key: Hashable, graph: Graph) -> bool:
-        """Keep another graph. True: one gave way to it."""
+    def add(self, key: Hashable, graph: Graph, mark: Callable[[], Callable[[], bool]]) -> bool:
+        """Keep another graph. True: one gave way to it. mark: called then, behind everything that was launched; what it
+        returns tells whether the device has come so far.
+        """
         self._drop_done()
         self._graphs[key] = graph
         if len(self._graphs) <= self._max_graphs:
             return False
         _, oldest = self._graphs.popitem(last=False)
-        self._aside.append((oldest, self._mark()))
+        self._aside.append((oldest, mark()))
         return True
 
     def clear(self) -> None:

@@ -9,8 +9,10 @@ code path for both.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -49,7 +51,7 @@ class GraphCache:
         self.enabled = enabled and self.device.type == "cuda"
         self.counts = GraphCounts()
         self.max_graphs = max(1, max_graphs)
-        self._graphs: GraphStore[tuple[torch.cuda.CUDAGraph, Any]] = GraphStore(self.max_graphs, self._mark)
+        self._graphs: GraphStore[tuple[torch.cuda.CUDAGraph, Any]] = GraphStore(self.max_graphs)
         self._warm: OrderedDict[Hashable, None] = OrderedDict()  # run once, not captured; oldest first
         self._stream = torch.cuda.Stream(self.device) if self.enabled else None
         self._recorder = Recorder() if self.enabled else None
@@ -128,11 +130,14 @@ class GraphCache:
     def _record(self, key: Hashable, function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Capture. Not by `torch.cuda.graph`, which waits for the whole device: another stream of this process may be
         waiting for a peer. Other threads may use the device meanwhile.
+
+        No garbage is collected in it: a graph among it, whoever's, would be destroyed in the middle of the capture,
+        which spoils that.
         """
         assert self._stream is not None
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = function()
@@ -141,8 +146,19 @@ class GraphCache:
         self.counts.captures += 1
         self._warm.pop(key, None)
         made = (graph, result)
-        self.counts.evictions += self._graphs.add(key, made)
+        self.counts.evictions += self._graphs.add(key, made, self._mark)
         return made
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _tensors(result: object) -> list[torch.Tensor]:

@@ -25,43 +25,44 @@ class Device:
 
 
 def test_the_least_recently_used_gives_way() -> None:
-    graphs: GraphStore[Graph] = GraphStore(2, Device().mark)
-    assert not graphs.add("a", Graph())
-    assert not graphs.add("b", Graph())
+    device = Device()
+    graphs: GraphStore[Graph] = GraphStore(2)
+    assert not graphs.add("a", Graph(), device.mark)
+    assert not graphs.add("b", Graph(), device.mark)
     assert graphs.use("a") is not None
-    assert graphs.add("c", Graph())
+    assert graphs.add("c", Graph(), device.mark)
     assert ["a" in graphs, "b" in graphs, "c" in graphs] == [True, False, True]
     assert graphs.use("b") is None
 
 
 def test_a_graph_lives_until_the_device_is_past_it() -> None:
     device = Device()
-    graphs: GraphStore[Graph] = GraphStore(1, device.mark)
+    graphs: GraphStore[Graph] = GraphStore(1)
     first = Graph()
     alive = weakref.ref(first)
-    graphs.add("first", first)
+    graphs.add("first", first, device.mark)
     del first
     device.launched = 1  # it runs
-    graphs.add("second", Graph())
+    graphs.add("second", Graph(), device.mark)
     device.launched = 2
-    graphs.add("third", Graph())
+    graphs.add("third", Graph(), device.mark)
     gc.collect()
     assert alive() is not None
     assert graphs.num_aside == 2
     device.done = 1
-    graphs.add("fourth", Graph())
+    graphs.add("fourth", Graph(), device.mark)
     gc.collect()
     assert alive() is None
     assert graphs.num_aside == 2  # the second may still run, the third does not know better
     device.done = 2
-    graphs.add("fifth", Graph())
+    graphs.add("fifth", Graph(), device.mark)
     assert graphs.num_aside == 1
 
 
 def test_clear_lets_all_go() -> None:
-    graphs: GraphStore[Graph] = GraphStore(1, Device().mark)
-    graphs.add("a", Graph())
-    graphs.add("b", Graph())
+    graphs: GraphStore[Graph] = GraphStore(1)
+    graphs.add("a", Graph(), Device().mark)
+    graphs.add("b", Graph(), Device().mark)
     graphs.clear()
     assert "b" not in graphs
     assert graphs.num_aside == 0

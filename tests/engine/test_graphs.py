@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 
 from engine.graphs import GraphCache
@@ -19,3 +22,16 @@ def test_on_a_cpu_the_function_is_called() -> None:
     assert "add" not in graphs
     assert (graphs.counts.captures, graphs.counts.replays, graphs.counts.eager_runs) == (0, 0, 3)
     graphs.clear()
+
+
+def test_graphs_go_with_their_last_reference() -> None:
+    """Not when garbage is collected, which may be in the middle of somebody's capture."""
+    graphs = GraphCache("cpu", 8)
+    graphs.run("add", lambda: None)
+    alive = weakref.ref(graphs)
+    gc.disable()
+    try:
+        del graphs
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -217,3 +217,27 @@ def test_graphs_that_gave_way_go_once_the_device_is_past_them() -> None:
     torch.cuda.synchronize()
     assert [total.item() for total in sums] == [number * (1 << 20) for _ in range(3) for number in range(4)]
     assert sum(number in graphs for number in range(4)) == 2
+
+
+def test_garbage_does_not_spoil_a_capture() -> None:
+    """Another's graphs become garbage while a graph is captured, and enough is allocated that it would be collected."""
+    value = torch.zeros(8, device=DEVICE)
+    others: list[object] = []
+
+    def add() -> torch.Tensor:
+        if others and torch.cuda.is_current_stream_capturing():
+            cycle: list[object] = [others.pop()]
+            cycle.append(cycle)
+            del cycle
+            assert len([[number] for number in range(5000)]) == 5000
+        return value.add_(1)
+
+    graphs, other = GraphCache(DEVICE, 8), GraphCache(DEVICE, 8)
+    for _ in range(2):
+        other.run("add", add)
+    others.append(other)
+    del other
+    total = [graphs.run("add", add) for _ in range(2)][-1]
+    assert not others
+    assert graphs.counts.captures == 1
+    assert total[0].item() == 4
