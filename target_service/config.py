@@ -5,34 +5,15 @@ The `target:` section of the config file. The defaults suit one CPU machine; a m
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from engine.config_fields import AddressText, DeviceName, PowerOfTwo
 from engine.config_file import SectionModel
 from target_service.acceptance import parse_acceptance
 
 ChannelKind = Literal["cuda_ipc", "shm", "bytes"]
-
-
-def _power_of_two(value: int) -> int:
-    if value & (value - 1):
-        raise ValueError("must be a power of two")
-    return value
-
-
-def _address(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError("must be HOST:PORT")
-    return value
-
-
-def _device(value: str) -> str:
-    if re.fullmatch(r"cpu|cuda(:\d+)?", value) is None:
-        raise ValueError("must be cpu, cuda or cuda:N")
-    return value
 
 
 def _acceptance(value: str) -> str:
@@ -71,8 +52,8 @@ class TargetConfig(SectionModel):
     fails; pcp_start_timeout_s: for all ranks to load.
     """
 
-    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:50051"
-    device: Annotated[str, AfterValidator(_device)] = "cpu"
+    listen: AddressText = "127.0.0.1:50051"
+    device: DeviceName = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["torch", "triton", "flashinfer", "reference"] = "torch"
     execution: Literal["auto", "host", "device"] = "auto"
@@ -80,7 +61,7 @@ class TargetConfig(SectionModel):
     cuda_graphs: bool = True
     graph_rows: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = (1, 2, 4, 8, 16, 32, 64)
     accept: Annotated[str, AfterValidator(_acceptance)] = "exact"
-    block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(16, ge=1, le=1024)
+    block_size: PowerOfTwo = Field(16, ge=1, le=1024)
     num_blocks: int = Field(1024, ge=1, le=1 << 24)
     num_seats: int = Field(32, ge=1, le=4096)
     max_model_len: int | None = Field(None, ge=2)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from drafter_service.device.base import ProgramBase
-from drafter_service.device.marks import PREFILLED, StepMarks
+from drafter_service.device.marks import PREFILLED
 from drafter_service.device.metadata import DeviceMetadata
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.shapes import StepShape, step_shape
@@ -22,6 +22,7 @@ from drafter_service.draft_model import DraftModelSpeculator
 from drafter_service.residency import Resident
 from engine.channel.device import ReplyViews
 from engine.channel.interface import RingEntry
+from engine.step_marks import StepMarks
 from kernels.attention.interface import AttentionMetadata, AttentionPlan
 from kernels.kernel_set import KernelSet
 from kernels.layout import make_slot_mapping
