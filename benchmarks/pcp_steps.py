@@ -1,13 +1,15 @@
 """What do steps cost a target of several ranks, beside one of one, and are its tokens the same?
 
     python -m benchmarks.pcp_steps [--sizes 1 2] [--model DIR --load-format dummy] [--prompts 2048 16384 65536]
-                                   [--batches 1 16 64 256]
+                                   [--batches 1 16 64 256] [--execution auto|host|device]
 
 Starts targets of every `pcp_size`, side by side (the GPUs' memory takes them all), and uses them in turn: first a tiny
-model in fp32 whose tokens must not depend on the size; then, at the model's size, whole prompts, alone, and verify
-steps of rows of 1 + 3 tokens. Reported: milliseconds, of which in collectives on rank 0, how much faster than one rank,
-and what the model of `benchmarks.pcp` says of both. A table, then JSON. `--device cpu` with a tiny model is a dry run
-over gloo.
+model in fp32 whose tokens must not depend on the size; then, at the model's size, whole prompts, alone, and decode
+steps. With host execution their rows are of 1 + 3 tokens; with device execution (`auto` on a GPU) of one, as absent
+drafts are not run there without a drafter (`benchmarks.step --pcp-size` has one), and `--depth` plans are under way;
+one rank then replays captured steps, which several do not. Reported: milliseconds, of which in collectives on rank 0,
+how much faster than one rank, and what the model of `benchmarks.pcp` says of both. A table, then JSON. `--device cpu`
+with a tiny model is a dry run over gloo.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ class Setting:
     dtype: str
     load_format: str
     attention: str
+    execution: str
+    depth: int
     sizes: tuple[int, ...]
     prompts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -56,6 +60,11 @@ class Setting:
     steps: int
     repeats: int
     max_step_tokens: int
+
+    @property
+    def verify_len(self) -> int:
+        """Drafts of the rows of decode steps, all absent."""
+        return VERIFY_LEN if self.execution == "host" else 0
 
     def section(self, size: int) -> dict[str, Any]:
         """The target's config at `size` ranks."""
@@ -72,11 +81,21 @@ class Setting:
             "max_verify_len": VERIFY_LEN,
             "prefix_caching": False,
             "trim_absent_drafts": False,
+            "attention": self.attention,
+            "execution": self.execution,
         }
         if self.device == "cpu":
             return {**section, "threads": 1}
-        # Ranks run host execution; one rank does the same, so that what differs is the ranks.
-        return {**section, "attention": self.attention, "load_format": self.load_format, "execution": "host"}
+        return {**section, "load_format": self.load_format}
+
+
+def execution_of(device: str, attention: str | None, execution: str) -> tuple[str, str]:
+    """The attention, and `host` or `device`, as the target would choose."""
+    if attention is None:
+        attention = "triton" if device != "cpu" else "reference" if execution == "device" else "torch"
+    if execution == "auto":
+        execution = "device" if device != "cpu" and attention == "triton" else "host"
+    return attention, execution
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -100,11 +119,11 @@ async def time_prompt(driver: PlanDriver, length: int, vocab_size: int) -> tuple
 
 
 async def time_verify(driver: PlanDriver, rows: int, setting: Setting, vocab_size: int) -> Timeline:
-    """Verify steps in lockstep over `rows` rows."""
+    """Decode steps over `rows` rows."""
     prompts = random_prompts(rows, setting.context_len, vocab_size)
-    await driver.place(Load(prompts, 0, setting.steps + WARM_STEPS + 16, blind_verify_len=VERIFY_LEN))
-    await driver.decode(WARM_STEPS, 1)
-    timeline = await driver.decode(setting.steps, 1)
+    await driver.place(Load(prompts, 0, setting.steps + WARM_STEPS + 16, blind_verify_len=setting.verify_len))
+    await driver.decode(WARM_STEPS, setting.depth)
+    timeline = await driver.decode(setting.steps, setting.depth)
     await driver.release()
     return timeline
 
@@ -139,7 +158,9 @@ async def measure(setting: Setting, services: dict[int, Services], console: Cons
                     for size, timeline in timelines.items()
                 },
                 {
-                    size: step_model([(setting.context_len, 1 + VERIFY_LEN, False)] * rows, size, model, node)["ms"]
+                    size: step_model([(setting.context_len, 1 + setting.verify_len, False)] * rows, size, model, node)[
+                        "ms"
+                    ]
                     for size in drivers
                 },
             )
@@ -191,8 +212,7 @@ def start(setting: Setting, scratch: Path, stack: ExitStack) -> tuple[dict[int, 
     """By size: targets of a tiny model in fp32, to check, and those to measure; all starting."""
     tiny = make_tiny_model(scratch / "tiny")
     small: dict[str, Any] = {"device": setting.device, "max_step_tokens": 64, "threads": 1}
-    if setting.device != "cpu":
-        small |= {"attention": setting.attention}
+    small |= {"attention": setting.attention, "execution": setting.execution}
     checked = {
         size: Services(scratch / f"check{size}", str(tiny), {**small, "pcp_size": size}, None) for size in setting.sizes
     }
@@ -206,8 +226,8 @@ def start(setting: Setting, scratch: Path, stack: ExitStack) -> tuple[dict[int, 
 
 def print_table(result: dict[str, Any]) -> None:
     columns = ("step", "ranks", "ms", "in collectives", "x one rank", "predicted ms", "x")
-    table = Table(*columns, title=f"{result['model']}, {result['device']}")
-    for kind, entries in (("prompt of {}", result["prefill"]), ("{} verify rows", result["verify"])):
+    table = Table(*columns, title=f"{result['model']}, {result['device']}, {result['execution']} execution")
+    for kind, entries in (("prompt of {}", result["prefill"]), ("{} decode rows", result["verify"])):
         for name, by in entries.items():
             for size, row in by.items():
                 cells = (
@@ -229,7 +249,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if has_gpu() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
-    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--attention", help="default: triton; on a CPU torch, or reference with device execution")
+    parser.add_argument("--execution", choices=("auto", "host", "device"), default="auto")
+    parser.add_argument("--depth", type=int, help="plans under way in decode steps; default: 1, device execution 3")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, nargs="*", default=[2048, 16384, 65536])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64, 256])
@@ -239,6 +261,7 @@ def main() -> None:
     parser.add_argument("--max-step-tokens", type=int, default=16384)
     options = parser.parse_args()
     console = Console(stderr=True)
+    attention, execution = execution_of(options.device, options.attention, options.execution)
     with tempfile.TemporaryDirectory() as scratch_name, ExitStack() as stack:
         scratch = Path(scratch_name)
         model = fetch_model(options.model) if options.model else make_tiny_model(scratch / "model")
@@ -247,7 +270,9 @@ def main() -> None:
             device=options.device,
             dtype=options.dtype,
             load_format=options.load_format,
-            attention=options.attention,
+            attention=attention,
+            execution=execution,
+            depth=options.depth or (3 if execution == "device" else 1),
             sizes=tuple(options.sizes),
             prompts=tuple(options.prompts),
             batches=tuple(options.batches),
@@ -261,6 +286,7 @@ def main() -> None:
         console.print(f"same tokens: {same}", highlight=False)
         result = run_driver(measure(setting, measured, console))
     result |= {"model": model.name, "device": options.device, "dtype": options.dtype, "same_tokens": same}
+    result |= {"execution": execution, "decode_row_tokens": 1 + setting.verify_len}
     print_table(result)
     print(json.dumps(result))
     if not all(same.values()):

@@ -12,6 +12,7 @@ Four ways, in turn, over the same rows (long-running decode, all of one context 
      (counted per step of all rows; of use where the drafter has a GPU of its own)
 The processes are driven by `benchmarks.plan_driver` over gRPC; on a GPU they share it under a private MPS daemon. With
 `--load-format dummy` any config.json will do, and `--accept` sets the mean number of tokens a row gives in a step.
+`--pcp-size` makes the target so many ranks, on the GPUs from `--device` on (without c, which has one rank).
 Compare the ratios: they are taken round by round within one run. `floor` is the bytes of weights and KV over the copy
 bandwidth of this run. A table, then one JSON object as the last line. `--device cpu` with a tiny model is a dry run.
 """
@@ -69,7 +70,7 @@ async def measure(
     samples: dict[int, dict[str, list[Sample]]] = {}
     async with contextlib.AsyncExitStack() as stack:
         env = {}
-        if setting.drafter_device == setting.device:
+        if setting.shares_gpu:
             env = stack.enter_context(shared_gpu(device))
         services = stack.enter_context(Services(scratch / "split", str(setting.model), target, drafter, env))
         one = None

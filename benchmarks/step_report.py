@@ -110,6 +110,7 @@ def summary(setting: Setting, samples: dict[int, dict[str, list[Sample]]], bandw
         "draft_len": setting.draft_len,
         "context_len": setting.context_len,
         "depth": setting.depth,
+        "pcp_size": setting.pcp_size,
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
         "batches": batches,
     }

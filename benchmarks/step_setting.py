@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.plan_driver import Load
 from benchmarks.shared_gpu import has_gpu
 from drafter_service.eagle3.config import Eagle3Config
@@ -38,6 +40,7 @@ class Setting:
     load_format: str
     attention: str
     accept: float | None
+    pcp_size: int
     batches: tuple[int, ...]
     draft_len: int
     draft_vocab: int
@@ -51,6 +54,14 @@ class Setting:
     def max_new_tokens(self) -> int:
         """Of a request: all its steps, every draft accepted, and the bounds of what is under way."""
         return (self.steps + WARM_STEPS + self.depth + 2) * (self.draft_len + 1)
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether the drafter has its GPU together with a rank of the target."""
+        first, drafter = (torch.device(name) for name in (self.device, self.drafter_device))
+        if "cpu" in (first.type, drafter.type):
+            return False
+        return 0 <= (drafter.index or 0) - (first.index or 0) < self.pcp_size
 
     def sections(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The config sections of target and drafter."""
@@ -69,6 +80,7 @@ class Setting:
         else:
             both |= {"threads": 1}
         target = {**both, "max_step_tokens": 4096, "max_verify_len": self.draft_len, "max_wait_ms": 20_000}
+        target["pcp_size"] = self.pcp_size
         if self.accept is not None:
             target["accept"] = f"synthetic:{self.accept}"
         drafter = {
@@ -123,6 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
     parser.add_argument("--attention", default="triton")
     parser.add_argument("--accept", type=float, help="mean tokens a row gives in a step, instead of the real verdict")
+    parser.add_argument("--pcp-size", type=int, choices=(1, 2, 4, 8), default=1, help="ranks of the target; no way c")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--draft-len", type=int, default=3)
     parser.add_argument("--draft-vocab", type=int, default=32_000, help="of the head with random weights")
@@ -160,5 +173,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         depth=options.depth,
         steps=options.steps,
         rounds=options.rounds,
-        ways="".join(way for way in WAYS if way in options.ways),
+        pcp_size=options.pcp_size,
+        # One process has one rank.
+        ways="".join(way for way in WAYS if way in options.ways and (way != "c" or options.pcp_size == 1)),
     )

@@ -6,7 +6,6 @@ and its RPCs. `build_engine` is also the way to run steps without a service, as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,8 @@ import torch
 from engine.block_pool import BlockPool
 from engine.decoder import Decoder
 from engine.errors import ConfigError
-from engine.kv_cache import KVCache
 from engine.request_blocks import RequestBlocks
 from engine.seats import SeatAllocator
-from kernels.attention.interface import AttentionBackend
 from kernels.kernel_set import kernels_for
 from kernels.layout import blocks_needed
 from target_service.acceptance import SyntheticAcceptance, parse_acceptance
@@ -31,9 +28,11 @@ from target_service.device.runner import DeviceRunner
 from target_service.device.sampling import DeviceSampling
 from target_service.device.tables import DeviceTables
 from target_service.forward import BatchForward, LocalForward
-from target_service.model import load_model, prepare_device
+from target_service.model import LoadedModel, load_model, prepare_device, runs_on_device
+from target_service.pcp.laps import LapWatch
 from target_service.pcp.ranks import Ranks
-from target_service.pcp.service import join_ranks, start_ranks
+from target_service.pcp.service import join_launching_ranks, join_ranks, start_ranks
+from target_service.pcp.step_forward import RankStepForward
 from target_service.runner import StepRunner
 from target_service.sessions import Sessions
 
@@ -95,19 +94,19 @@ def _build(config: TargetConfig, directory: Path, ranks: Ranks | None) -> Engine
     loaded = load_model(config, directory, device)
     decoder, backends, max_model_len = loaded.decoder, loaded.attention_backends, loaded.max_model_len
     pool = BlockPool(loaded.kv.num_blocks, config.block_size, config.prefix_caching)
-    on_device = _on_device(config, device, backends)
+    on_device = runs_on_device(config, device, backends)
     # Device execution has a device table of its own.
     blocks = RequestBlocks(pool, config.num_seats, max_model_len, "cpu" if on_device else device)
     sessions = Sessions(SeatAllocator(config.num_seats), blocks)
     synthetic = _synthetic(config, device)
     if on_device:
-        device_runner = _device_runner(config, decoder, loaded.kv, backends, sessions, max_model_len, synthetic)
+        device_runner = _device_runner(config, loaded, sessions, synthetic, ranks)
         stream = None
         if device.type == "cuda":
             # What was made so far was made on another stream.
             torch.cuda.synchronize(device)
             stream = torch.cuda.Stream(device)
-        return Engine(device, decoder, sessions, max_model_len, None, device_runner, stream)
+        return Engine(device, decoder, sessions, max_model_len, None, device_runner, stream, ranks)
     forward: BatchForward
     if ranks is None:
         forward = LocalForward(decoder, loaded.kv, backends)
@@ -119,13 +118,12 @@ def _build(config: TargetConfig, directory: Path, ranks: Ranks | None) -> Engine
 
 def _device_runner(
     config: TargetConfig,
-    decoder: Decoder,
-    kv: KVCache,
-    backends: Sequence[AttentionBackend],
+    loaded: LoadedModel,
     sessions: Sessions,
-    max_model_len: int,
     synthetic: SyntheticAcceptance | None,
+    ranks: Ranks | None,
 ) -> DeviceRunner:
+    decoder, max_model_len = loaded.decoder, loaded.max_model_len
     device, vocab_size = decoder.device, decoder.config.vocab_size
     kernels = kernels_for(device)
     longest = config.max_verify_len + 1
@@ -145,20 +143,41 @@ def _device_runner(
     tail_bytes = 8 * (config.max_step_tokens + 3 * sizes.max_rows * longest) + 12 * 4096 + 4096
     plans = PlanBuffer(max_rows, tail_bytes, config.channel_depth, device)
     tables = DeviceTables(sessions.blocks, sizes.table_width, device)
-    forward = StepForward(
-        decoder,
-        kv,
-        backends,
-        kernels,
-        buffers,
-        plans,
-        tables.table[None],
-        config.block_size,
-        max_model_len,
-        graph_rows,
-        config.cuda_graphs,
-        synthetic,
-    )
+    forward: StepForward
+    if ranks is None:
+        forward = StepForward(
+            decoder,
+            loaded.kv,
+            loaded.attention_backends,
+            kernels,
+            buffers,
+            plans,
+            tables.table[None],
+            config.block_size,
+            max_model_len,
+            graph_rows,
+            config.cuda_graphs,
+            synthetic,
+        )
+    else:
+        # Two collectives a layer begin and end, three more a step.
+        watch = LapWatch(device, (2 * decoder.config.num_layers + 3) * config.channel_depth)
+        forward = RankStepForward(
+            decoder,
+            loaded.kv,
+            kernels,
+            buffers,
+            plans,
+            tables.table[None],
+            config.block_size,
+            max_model_len,
+            graph_rows,
+            synthetic,
+            ranks,
+            join_launching_ranks(ranks, config, loaded, watch),
+            watch,
+            config.pcp_timeout_s,
+        )
     sampling = DeviceSampling(config.num_seats, vocab_size, device, kernels, synthetic)
     return DeviceRunner(
         sessions,
@@ -173,19 +192,6 @@ def _device_runner(
         max_model_len,
         max_in_flight=config.channel_depth,
     )
-
-
-def _on_device(config: TargetConfig, device: torch.device, backends: Sequence[AttentionBackend]) -> bool:
-    needs_host = any(backend.needs_host_lens for backend in backends)
-    if config.pcp_size > 1:
-        return False  # a step is dealt to the ranks by its lengths, which the host must know
-    if config.execution == "device" and needs_host:
-        raise ConfigError(
-            "target.execution", f"device needs an attention that asks the host for no lengths, not {config.attention}"
-        )
-    if config.execution == "auto":
-        return device.type == "cuda" and not needs_host
-    return config.execution == "device"
 
 
 def _synthetic(config: TargetConfig, device: torch.device) -> SyntheticAcceptance | None:

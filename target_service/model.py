@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,20 @@ def token_work(model: ModelConfig) -> int:
 def make_backends(config: TargetConfig, decoder: Decoder) -> tuple[AttentionBackend, ...]:
     """New attention backends, one per KV group. ConfigError when they cannot be."""
     return tuple(_attention(config, decoder, group) for group in decoder.groups)
+
+
+def runs_on_device(config: TargetConfig, device: torch.device, backends: Sequence[AttentionBackend]) -> bool:
+    """Whether steps are launched ahead of their verdicts (device execution). The same on every rank. ConfigError where
+    that is asked for and cannot be.
+    """
+    needs_host = any(backend.needs_host_lens for backend in backends)
+    if config.execution == "device" and needs_host:
+        raise ConfigError(
+            "target.execution", f"device needs an attention that asks the host for no lengths, not {config.attention}"
+        )
+    if config.execution == "auto":
+        return device.type == "cuda" and not needs_host
+    return config.execution == "device"
 
 
 def _attention(config: TargetConfig, decoder: Decoder, group: KVGroup) -> AttentionBackend:

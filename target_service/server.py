@@ -46,6 +46,8 @@ class TargetServer:
             config.listen, "target.listen", SERVICE_NAME, lambda server: add_target_servicer(self._servicer, server)
         )
         self.address = self._rpc.address
+        if engine.ranks is not None:
+            engine.ranks.watch(self._fail)  # already now: warming up runs steps over them
 
     @property
     def lost(self) -> str:
@@ -56,8 +58,6 @@ class TargetServer:
         """Take calls."""
         self._device.start()
         self._rpc.start()
-        if self._target.engine.ranks is not None:
-            self._target.engine.ranks.watch(self._fail)
 
     def stop(self) -> None:
         """Drain and stop; after a failure there is nothing to drain. Blocks until everything is freed."""

@@ -20,6 +20,22 @@ from kernels.kernel_set import KernelSet
 from target_service.acceptance import SyntheticAcceptance
 from target_service.device.buffers import StepBuffers, StepShape
 from target_service.device.plan_buffer import PlanBuffer
+from target_service.messages import RankLoad
+from target_service.pcp.laps import Lap
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """What the host knows of a batch's R rows, for whoever shares them out.
+
+    context_lens: at most so, and exact for prompt chunks. query_lens: 0 for rows that are not launched. num_logits: how
+    many of a row's last tokens need logits.
+    """
+
+    context_lens: list[int]
+    query_lens: list[int]
+    num_logits: list[int]
+    is_prompt: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +51,20 @@ class Batch:
     prompt_starts: torch.Tensor
     prompt_tokens: torch.Tensor
     logit_rows: torch.Tensor
+    host: HostRows
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """captured: [T, A * H] or None. logits: [N, V] float32, None where no row samples or verdicts are committed."""
+    """captured: [T, A * H] or None. logits: [N, V] float32, None where no row samples or verdicts are committed.
+
+    loads, lap: what each rank runs, and the time in collectives; on a target of one rank there is neither.
+    """
 
     captured: torch.Tensor | None
     logits: torch.Tensor | None
+    loads: tuple[RankLoad, ...] = ()
+    lap: Lap | None = None
 
 
 # Sets of hidden layers, the empty one included, whose graphs are kept: each drafter brings its own, and may come again
@@ -51,7 +73,9 @@ MAX_LAYER_SETS = 4
 
 
 class StepForward:
-    """Owner of the model, its cache and the graphs. Used by one thread, under one stream."""
+    """Owner of the model, its cache and the graphs. Used by one thread, under one stream. Over ranks it is
+    `pcp.step_forward.RankStepForward`.
+    """
 
     def __init__(
         self,
@@ -113,7 +137,7 @@ class StepForward:
     def ragged(self, shape: StepShape, batch: Batch, hidden_layers: tuple[int, ...]) -> StepOutput:
         """Any other step, to its logits."""
         self._prepare(shape, batch.starts, batch.is_prompt, batch.prompt_starts, batch.prompt_tokens)
-        return self._run(shape, hidden_layers, batch.logit_rows)
+        return self._run(shape, hidden_layers, batch)
 
     def commit_greedy(self, shape: StepShape, logits: torch.Tensor) -> None:
         """Verify and commit a uniform step of greedy rows."""
@@ -196,15 +220,15 @@ class StepForward:
             shape.out_slots,
         )
 
-    def _run(self, shape: StepShape, hidden_layers: tuple[int, ...], logit_rows: torch.Tensor | None) -> StepOutput:
-        """Forward and logits. logit_rows: None for all tokens."""
+    def _run(self, shape: StepShape, hidden_layers: tuple[int, ...], batch: Batch | None) -> StepOutput:
+        """Forward and logits. batch: None for a uniform step, all of whose tokens have logits."""
         if shape.num_tokens == 0:
             return StepOutput(None, None)
         plans = [backend.plan(shape.metadata) for backend in self._backends]
         output = self.decoder.forward(shape.input_ids, shape.positions, plans, self._kv, hidden_layers)
         hidden = output.hidden
-        if logit_rows is not None:
-            if logit_rows.shape[0] == 0:
+        if batch is not None:
+            if batch.logit_rows.shape[0] == 0:
                 return StepOutput(output.captured, None)
-            hidden = hidden.index_select(0, logit_rows)
+            hidden = hidden.index_select(0, batch.logit_rows)
         return StepOutput(output.captured, self.decoder.logits(hidden))

@@ -15,7 +15,7 @@ import torch
 from engine.channel.device import DeviceTargetEnd, ReplyViews
 from kernels.reference.commit_rows import TOKENS
 from target_service.device.buffers import StepBuffers, StepShape
-from target_service.device.forward import Batch, StepForward
+from target_service.device.forward import Batch, HostRows, StepForward
 from target_service.device.logprobs import LogprobRows, wanted_rows
 from target_service.device.plan_buffer import HostPlan, PlanBuffer
 from target_service.device.rows import wants_drafts
@@ -145,11 +145,14 @@ class Packer:
         prompt: list[int] = []
         logit_rows: list[int] = []
         first_logits: list[int] = []
+        host = HostRows([0] * num_rows, [0] * num_rows, [0] * num_rows, [False] * num_rows)
         for index, row in enumerate(rows):
             first_logits.append(len(logit_rows))
             session = row.session
             if not row.query_len or session is None:
                 continue
+            host.context_lens[index], host.query_lens[index] = session.launched_len, row.query_len
+            host.num_logits[index], host.is_prompt[index] = row.num_logits, row.is_prompt
             if row.is_prompt:
                 start = session.launched_len
                 end = start + row.query_len
@@ -169,5 +172,6 @@ class Packer:
             device_rows["prompt_starts"][:num_rows],
             self._plans.added(plan, np.array(prompt, np.int64)) if prompts else self._buffers.no_prompt,
             self._plans.added(plan, np.array(logit_rows, np.int64)),
+            host,
         )
         return batch, first_logits

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.channel.device import DeviceTargetEnd
+from engine.errors import RanksLost
 from kernels.kernel_set import KernelSet
 from kernels.reference.commit_rows import CONTEXT_LEN, MISSED, NUM_DRAFTED, NUM_SAMPLED, RAN, TOKENS
 from kernels.reference.sampling import SamplingTensors
@@ -30,12 +31,13 @@ from target_service.device.packing import Launch, Packer
 from target_service.device.plan_buffer import HostPlan, PlanBuffer
 from target_service.device.publishing import publish_step
 from target_service.device.rows import look_ahead, plan_rows, wants_drafts
-from target_service.device.sampling import DeviceSampling, SampledRows
+from target_service.device.sampling import DeviceSampling, SampledRows, take_draft_probs
 from target_service.device.tables import DeviceTables
 from target_service.device.warming import Warming
 from target_service.failures import raise_if_device_lost
 from target_service.flights import Flight, FlightRow, Landing
-from target_service.messages import RowStatus, RowVerdict, StepReply, StepRequest, StepTimes
+from target_service.messages import RankLoad, RowStatus, RowVerdict, StepReply, StepRequest, StepTimes
+from target_service.pcp.laps import Lap
 from target_service.sessions import Session, Sessions
 
 _log = logging.getLogger(__name__)
@@ -52,13 +54,17 @@ class Slot:
 
 @dataclass(slots=True)
 class Results:
-    """What `complete` reads of a step. table_width: columns of the table; num_rows: its rows, padded ones included."""
+    """What `complete` reads of a step. num_rows, table_width: of the table, padded rows included. loads, lap: see
+    StepOutput.
+    """
 
     slot: Slot
     num_rows: int
     table_width: int
     logprobs: StepLogprobs | None
     launch_ms: float
+    loads: tuple[RankLoad, ...]
+    lap: Lap | None
 
 
 class DeviceRunner:
@@ -156,8 +162,9 @@ class DeviceRunner:
                 lost=wanted and places is None,
                 results=results,
             )
-        except BaseException:
-            self._quiesce()  # what was enqueued may still read the slot's memory
+        except BaseException as error:
+            if not isinstance(error, RanksLost):  # then the stream may stand for ever, and the process ends
+                self._quiesce()  # what was enqueued may still read the slot's memory
             self._slots.append(slot)
             self._tables.forget(session.seat for session in placements if session is not None)
             raise
@@ -187,8 +194,9 @@ class DeviceRunner:
             verify_ms=marks.between(FORWARDED, ENDED),
             total_ms=marks.between(BEGAN, ENDED),
             launch_ms=results.launch_ms,
+            collective_ms=results.lap.take_ms() if results.lap is not None else 0.0,
         )
-        return StepReply(flight.step.seq, verdicts, self._sessions.capacity, times, missed)
+        return StepReply(flight.step.seq, verdicts, self._sessions.capacity, times, missed, results.loads)
 
     def forget(self, flight: Flight) -> None:
         """The flight is over, completed or not: what it had for itself is free again. Idempotent."""
@@ -222,6 +230,8 @@ class DeviceRunner:
         else:
             try:
                 job()
+            except RanksLost:
+                raise
             except Exception as error:  # it only was to save time
                 raise_if_device_lost(error)
                 self._idle_jobs = None
@@ -253,7 +263,7 @@ class DeviceRunner:
             publish_step(self._kernels, launch, channel, entry, starts, self._plans, output.captured)
         slot.verdicts[: shape.packed.shape[0]].copy_(shape.packed, non_blocking=True)
         slot.marks.set(ENDED)
-        return Results(slot, shape.num_rows, shape.table.shape[1], logprobs, 0.0)
+        return Results(slot, shape.num_rows, shape.table.shape[1], logprobs, 0.0, output.loads, output.lap)
 
     @staticmethod
     def _await_drafts(step: StepRequest, channel: OpenChannel, end: DeviceTargetEnd, deadline_s: float) -> None:
@@ -333,19 +343,11 @@ class DeviceRunner:
         self.forward.commit(shape, verdict.tokens, verdict.num_sampled)
 
     def _draft_probs(self, launch: Launch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The probabilities that the step's drafts were drawn with: copies, since what is looked at must be what is
-        used. A row whose numbers cannot be probabilities has none.
-        """
-        width = launch.shape.drafts.shape[1]
-        if not launch.wants_probs or width == 0 or launch.reply is None or launch.reply.probs is None:
+        """What `take_draft_probs` gives, where the step's drafts may have to be weighed."""
+        shape, reply, width = launch.shape, launch.reply, launch.shape.drafts.shape[1]
+        if not launch.wants_probs or width == 0 or reply is None or reply.probs is None:
             return None, None
-        places = self._plans.first(launch.shape.num_rows)["places"].clamp(min=0).to(torch.int64)
-        probs = launch.reply.probs[:, :width].index_select(0, places)
-        if probs.shape[1] < width:
-            probs = torch.nn.functional.pad(probs, (0, 0, 0, width - probs.shape[1]))
-        # A negative or NaN "probability" could bring up a token that the target's own filters leave out.
-        lowest, highest = probs.flatten(1).aminmax(dim=1)
-        return probs, launch.shape.has_probs & (lowest >= 0) & (highest < float("inf"))
+        return take_draft_probs(reply.probs, self._plans.first(shape.num_rows)["places"], width, shape.has_probs)
 
     def _note_launch(self, flight: Flight, step: StepRequest) -> None:
         """From here on the host counts the step as under way."""

@@ -234,3 +234,20 @@ class DeviceSampling:
             shape = (self._num_seats, self._vocab_size)
             self._bias = torch.zeros(shape, dtype=torch.float32, device=self._device)
         return self._bias
+
+
+def take_draft_probs(
+    probs: torch.Tensor, places: torch.Tensor, width: int, has_probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities that a step's drafts were drawn with: copies, since what is looked at must be what is used. A
+    row whose numbers cannot be probabilities has none.
+
+    probs: [max_rows, D, V], of the reply; places: [R] int32, rows in it; has_probs: [R] bool. Returns [R, width, V] and
+    [R] bool.
+    """
+    taken = probs[:, :width].index_select(0, places.clamp(min=0).to(torch.int64))
+    if taken.shape[1] < width:
+        taken = torch.nn.functional.pad(taken, (0, 0, 0, width - taken.shape[1]))
+    # A negative or NaN "probability" could bring up a token that the target's own filters leave out.
+    lowest, highest = taken.flatten(1).aminmax(dim=1)
+    return taken, has_probs & (lowest >= 0) & (highest < float("inf"))

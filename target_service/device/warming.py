@@ -19,7 +19,7 @@ from engine.channel.local import LocalChannel
 from kernels.kernel_set import KernelSet
 from target_service.channels import OpenChannel
 from target_service.device.buffers import StepBuffers, StepShape
-from target_service.device.forward import Batch, StepForward
+from target_service.device.forward import Batch, HostRows, StepForward
 from target_service.device.packing import Launch
 from target_service.device.plan_buffer import HostPlan, PlanBuffer
 from target_service.device.publishing import write_entry
@@ -65,8 +65,14 @@ class Warming:
                     yield lambda rows=num_rows, length=query_len: self._uniform(  # type: ignore[misc]
                         plan, rows, length, hidden_layers, scratch
                     )
+                elif self._forward.padded_rows(num_rows, query_len) is None:  # over ranks, which capture nothing
+                    yield lambda rows=num_rows, length=query_len: self._ragged(  # type: ignore[misc]
+                        plan, rows, length, 0, hidden_layers, scratch
+                    )
         for num_rows in self._forward.graph_rows:
-            yield lambda rows=num_rows: self._ragged(plan, rows, max(query_lens), hidden_layers, scratch)  # type: ignore[misc]
+            yield lambda rows=num_rows: self._ragged(  # type: ignore[misc]
+                plan, rows, max(query_lens), LONG_CHUNK, hidden_layers, scratch
+            )
 
     def _scratch(self, spec: ChannelSpec) -> LocalChannel:
         return LocalChannel(replace(spec, depth=1), self._forward.decoder.device)
@@ -83,7 +89,7 @@ class Warming:
         self._begin(plan, shape, scratch)
         self._forward.capture(shape, hidden_layers, greedy=True)
         if num_rows == self._forward.graph_rows[0]:
-            self._sample(shape, self._buffers.uniform_starts(num_rows, query_len))
+            self._sample(shape, query_len)
         if scratch is not None:
             captured = self._forward.uniform(shape, hidden_layers, greedy=True).captured
             starts = self._buffers.uniform_starts(num_rows, query_len)
@@ -94,23 +100,35 @@ class Warming:
         plan: HostPlan,
         num_rows: int,
         query_len: int,
+        chunk: int,
         hidden_layers: tuple[int, ...],
         scratch: LocalChannel | None,
     ) -> None:
-        num_tokens = num_rows * query_len + LONG_CHUNK
+        """A step that is not captured. chunk: tokens of a prompt in it, 0: rows that verify drafts alone."""
+        num_tokens = num_rows * query_len + chunk
         if num_rows > self._buffers.sizes.max_rows or num_tokens > self._buffers.sizes.max_tokens:
             return
-        shape = self._buffers.shape(num_rows, num_tokens, query_len - 1, LONG_CHUNK)
+        shape = self._buffers.shape(num_rows, num_tokens, query_len - 1, max(chunk, query_len))
         self._begin(plan, shape, scratch)
         rows = self._plans.rows
         starts = rows["batch_starts"][: num_rows + 1]
+        num_logits = [1 if chunk else query_len] * num_rows
         batch = Batch(
             starts,
             rows["is_prompt"][:num_rows],
             rows["prompt_starts"][:num_rows],
             torch.zeros(num_tokens, dtype=torch.int64, device=starts.device),
-            torch.zeros(num_rows, dtype=torch.int64, device=starts.device),
+            torch.zeros(sum(num_logits), dtype=torch.int64, device=starts.device),
+            # The device finds rows that do not run; ranks share them out all the same.
+            HostRows(
+                [0] * num_rows,
+                [chunk + query_len] + [query_len] * (num_rows - 1),
+                num_logits,
+                [chunk > 0] + [False] * (num_rows - 1),
+            ),
         )
+        if not chunk and num_rows == self._forward.graph_rows[0]:
+            self._sample(shape, query_len)
         output = self._forward.ragged(shape, batch, hidden_layers)
         assert output.logits is not None
         no_logits = rows["logit_starts"][: num_rows + 1]
@@ -119,11 +137,12 @@ class Warming:
         if scratch is not None:
             self._entry(shape, num_rows, starts, output.captured, scratch)
 
-    def _sample(self, shape: StepShape, starts: torch.Tensor) -> None:
+    def _sample(self, shape: StepShape, query_len: int) -> None:
         """What rows that are not greedy need behind their logits, whatever their number."""
         rows, num_rows, decoder = self._plans.rows, shape.num_rows, self._forward.decoder
+        starts = self._buffers.uniform_starts(num_rows, query_len)
         logits = torch.zeros((shape.num_tokens, decoder.config.vocab_size), device=decoder.device)
-        owners = self._buffers.uniform_owners(num_rows, shape.query_stride)
+        owners = self._buffers.uniform_owners(num_rows, query_len)
         names = ("temperature", "top_k", "top_p", "min_p")
         logits = self._kernels.filter_logits(logits, *(rows[name][:num_rows][owners] for name in names))
         self._kernels.verify(

@@ -12,17 +12,22 @@ import logging
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from engine.errors import OutriderError, RanksLost
 from engine.leash import tie_to_parent
+from kernels.attention.interface import AttentionBackend
 from target_service.config import TargetConfig
-from target_service.model import load_model, make_backends, prepare_device
+from target_service.model import LoadedModel, load_model, make_backends, prepare_device, runs_on_device
 from target_service.pcp.board import Board, RankState
 from target_service.pcp.forward import RankForward
-from target_service.pcp.group import TorchGroup, choose_backend
+from target_service.pcp.group import RankGroup, TorchGroup, choose_backend
+from target_service.pcp.laps import NoWatch
+from target_service.pcp.launched import LaunchForward
 from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, RankArguments
 from target_service.pcp.warm import warm_up
 
@@ -57,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 def serve(told: RankArguments) -> None:
     """Load, join, run."""
     config: TargetConfig = told.config
-    board = Board.attach(told.board_name, config.pcp_size, told.order_bytes)
+    board = Board.attach(told.board_name, config.pcp_size, told.order_bytes, told.board_depth)
     threading.Thread(target=_beat, args=(board, told.rank), name="beat", daemon=True).start()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -65,6 +70,7 @@ def serve(told: RankArguments) -> None:
     device = prepare_device(config, told.rank)
     model = load_model(config, Path(told.model_directory), device)
     piece_backends = make_backends(config, model.decoder)
+    on_device = runs_on_device(config, model.decoder.device, model.attention_backends)
     if model.decoder.device.type == "cuda":
         warm_up(model, (model.attention_backends, piece_backends), config.max_step_tokens)
     board.set_state(told.rank, RankState.LOADED)
@@ -73,6 +79,17 @@ def serve(told: RankArguments) -> None:
             return
     group = TorchGroup(told.rank, config.pcp_size, backend, told.port, device, JOIN_TIMEOUT_S, config.pcp_timeout_s)
     board.set_state(told.rank, RankState.JOINED)
+    if on_device:
+        _follow_launches(told.rank, board, model, piece_backends, group)
+    else:
+        _follow(told.rank, board, model, piece_backends, group)
+    group.close()
+
+
+def _follow(
+    rank: int, board: Board, model: LoadedModel, piece_backends: Sequence[AttentionBackend], group: RankGroup
+) -> None:
+    """Host execution: run step after step."""
     forward = RankForward(
         model.decoder,
         model.kv,
@@ -84,12 +101,35 @@ def serve(told: RankArguments) -> None:
     )
     seq = 1
     while not board.closed:
-        order = board.take(told.rank, seq, TAKE_S)
+        order = board.take(rank, seq, TAKE_S)
         if order is not None:
             forward.run(order)
             forward.forget_times()
             seq += 1
-    group.close()
+
+
+def _follow_launches(
+    rank: int, board: Board, model: LoadedModel, piece_backends: Sequence[AttentionBackend], group: RankGroup
+) -> None:
+    """Device execution: launch step after step, on a stream of this rank's own as rank 0 does. Never further ahead of
+    the device than rank 0 is, whose steps under way are bounded.
+    """
+    device = model.decoder.device
+    forward = LaunchForward(
+        model.decoder, model.kv, model.attention_backends, piece_backends, group, model.token_work, NoWatch()
+    )
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.synchronize(device)  # what was made so far was made on another stream
+    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
+        seq = 1
+        while not board.closed:
+            order = board.take_launch(rank, seq, TAKE_S)
+            if order is not None:
+                forward.run(order, None)
+                seq += 1
+    if on_cuda:
+        torch.cuda.synchronize(device)  # the group is left when nothing of it runs any more
 
 
 def _beat(board: Board, rank: int) -> None:

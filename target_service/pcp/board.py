@@ -1,7 +1,7 @@
 """Through what do ranks hear of a step, and see that the others live?
 
 One shared memory object that rank 0 makes: words, one cache line each, every word with a single writer, and
-a ring of two orders. Rank 0 writes an order and moves a counter; the others sleep on it (engine/channel/futex.py says
+a ring of orders. Rank 0 writes an order and moves a counter; the others sleep on it (engine/channel/futex.py says
 in which order things are seen), copy the order, and say that they have. A heartbeat per rank shows a process that
 hangs; `closed` sends everybody home.
 """
@@ -14,17 +14,26 @@ import struct
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Protocol, TypeVar
 
 from engine.channel.futex import Futex
 from engine.channel.memory import ExportedMemory, attach_memory
 from engine.errors import RanksLost
-from target_service.pcp.order import StepOrder
+from target_service.pcp.order import LaunchOrder, StepOrder
 
 _MAGIC = 0x31_50_43_50_54_55_4F  # "OUTPCP1"
 _WORD_STRIDE = 64
-_DEPTH = 2
 _TAG = struct.Struct("<q")  # before each order: its step
 LOOK_UP_S = 0.05  # the longest a waiter goes without looking whether it is all over
+
+
+OrderT = TypeVar("OrderT")
+
+
+class Order(Protocol):
+    """What can be put on the board."""
+
+    def encode_into(self, buffer: memoryview) -> int: ...
 
 
 class RankState(IntEnum):
@@ -50,10 +59,15 @@ class _RankWord(IntEnum):
 
 
 class Board:
-    """One rank's view of the board. Holds the mapping alive; heartbeats may be written by another thread."""
+    """One rank's view of the board. Holds the mapping alive; heartbeats may be written by another thread.
 
-    def __init__(self, buffer: mmap.mmap, num_ranks: int, order_bytes: int) -> None:
+    order_bytes: of the largest order. depth: how many orders it holds; with as many steps under way at most, nobody
+    waits for a place. The same for all ranks.
+    """
+
+    def __init__(self, buffer: mmap.mmap, num_ranks: int, order_bytes: int, depth: int = 2) -> None:
         self.num_ranks = num_ranks
+        self._depth = depth
         self._order_bytes = order_bytes
         self._futex = Futex()
         num_words = _Word.FIRST_RANK + num_ranks * len(_RankWord)
@@ -63,30 +77,31 @@ class Board:
         self._entries = memoryview(buffer)[num_words * _WORD_STRIDE :]
 
     @staticmethod
-    def num_bytes(num_ranks: int, order_bytes: int) -> int:
-        """How large the object is. order_bytes: of the largest order."""
-        return (_Word.FIRST_RANK + num_ranks * len(_RankWord)) * _WORD_STRIDE + _DEPTH * _aligned(
+    def num_bytes(num_ranks: int, order_bytes: int, depth: int = 2) -> int:
+        """How large the object is."""
+        return (_Word.FIRST_RANK + num_ranks * len(_RankWord)) * _WORD_STRIDE + depth * _aligned(
             _TAG.size + order_bytes
         )
 
     @classmethod
-    def attach(cls, name: str, num_ranks: int, order_bytes: int) -> Board:
+    def attach(cls, name: str, num_ranks: int, order_bytes: int, depth: int = 2) -> Board:
         """Map rank 0's board. ChannelError when it is not there or of another size."""
-        board = cls(attach_memory(name, cls.num_bytes(num_ranks, order_bytes)), num_ranks, order_bytes)
+        memory = attach_memory(name, cls.num_bytes(num_ranks, order_bytes, depth))
+        board = cls(memory, num_ranks, order_bytes, depth)
         if board._get(_Word.MAGIC) != _MAGIC:
             raise RanksLost(f"{name} is not a board")
         return board
 
-    def publish(self, order: StepOrder, seq: int, deadline_s: float, lost: Callable[[], bool]) -> None:
-        """Rank 0: tell the others of step `seq` (1, 2, ...). Waits while they have not taken the order before the last.
+    def publish(self, order: Order, seq: int, deadline_s: float, lost: Callable[[], bool]) -> None:
+        """Rank 0: tell the others of step `seq` (1, 2, ...). Waits while they have not taken the order in its place.
 
         RanksLost when they do not within deadline_s, or `lost()` is true.
         """
         end = time.monotonic() + deadline_s
         for rank in range(1, self.num_ranks):
-            while not self.taken(rank, seq - _DEPTH, end - time.monotonic()):
+            while not self.taken(rank, seq - self._depth, end - time.monotonic()):
                 if lost() or time.monotonic() >= end:
-                    raise RanksLost(f"rank {rank} did not take step {seq - _DEPTH}")
+                    raise RanksLost(f"rank {rank} did not take step {seq - self._depth}")
         entry = self._entry(seq)
         order.encode_into(entry[_TAG.size :])
         _TAG.pack_into(entry, 0, seq)
@@ -97,6 +112,13 @@ class Board:
 
         RanksLost when another step's is found in its place: this rank is out of step.
         """
+        return self._take(rank, seq, timeout_s, StepOrder.decode)
+
+    def take_launch(self, rank: int, seq: int, timeout_s: float) -> LaunchOrder | None:
+        """`take` where orders are LaunchOrders."""
+        return self._take(rank, seq, timeout_s, LaunchOrder.decode)
+
+    def _take(self, rank: int, seq: int, timeout_s: float, decode: Callable[[memoryview], OrderT]) -> OrderT | None:
         end = time.monotonic() + timeout_s
         while (found := self._get(_Word.ORDER_SEQ)) < seq:
             left = end - time.monotonic()
@@ -108,7 +130,7 @@ class Board:
         (tag,) = _TAG.unpack_from(entry, 0)
         if tag != seq:
             raise RanksLost(f"rank {rank} is at step {seq} and finds the order of step {tag}")
-        order = StepOrder.decode(entry[_TAG.size :])
+        order = decode(entry[_TAG.size :])
         self._advance(_rank_word(rank, _RankWord.TAKEN_SEQ), seq)
         return order
 
@@ -172,7 +194,7 @@ class Board:
 
     def _entry(self, seq: int) -> memoryview:
         num_bytes = _aligned(_TAG.size + self._order_bytes)
-        start = seq % _DEPTH * num_bytes
+        start = seq % self._depth * num_bytes
         return self._entries[start : start + num_bytes]
 
     def _get(self, word: int) -> int:
@@ -194,11 +216,12 @@ class Board:
 class ExportedBoard:
     """Rank 0's board and the memory that it owns."""
 
-    def __init__(self, num_ranks: int, order_bytes: int) -> None:
+    def __init__(self, num_ranks: int, order_bytes: int, depth: int = 2) -> None:
         """ChannelError when /dev/shm has no room for it."""
         self.order_bytes = order_bytes
-        self._memory = ExportedMemory(Board.num_bytes(num_ranks, order_bytes))
-        self.board = Board(self._memory.buffer, num_ranks, order_bytes)
+        self.depth = depth
+        self._memory = ExportedMemory(Board.num_bytes(num_ranks, order_bytes, depth))
+        self.board = Board(self._memory.buffer, num_ranks, order_bytes, depth)
         self.board.format()
 
     @property

@@ -9,7 +9,7 @@ written exactly once on every rank: those of whole rows by the backend, all othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,10 @@ import torch
 from kernels.attention.interface import PAD_SLOT, AttentionBackend, AttentionMetadata, AttentionPlan
 from kernels.layout import Int32Array, Int64Array
 from kernels.sharding import RankShard, StepShards
-from target_service.pcp.group import PendingWork, RankGroup, Stopwatch
+from target_service.pcp.group import PendingWork, RankGroup, Watch
+
+# See `kernels.reference.kv_write.write_kv`.
+WriteKv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(slots=True)
@@ -31,32 +34,47 @@ class _Flight:
     v_cache: torch.Tensor
 
 
+def index_gathered(shards: StepShards, rank: int, absent: int) -> Int64Array:
+    """[P * padded_tokens], for each token that an exchange brings its index in the step; `absent` for those that the
+    exchange must not write on this rank: padding, and tokens of whole rows, which the backend writes.
+    """
+    index = np.full(len(shards.ranks) * shards.padded_tokens, absent, dtype=np.int64)
+    index[shards.restore_index] = np.arange(shards.num_tokens)
+    begin = rank * shards.padded_tokens
+    index[begin : begin + shards.ranks[rank].num_whole_tokens] = absent
+    return index
+
+
+def gathered_slots(shards: StepShards, rank: int, slots: Int64Array) -> Int64Array:
+    """[P * padded_tokens], the slot of each token that an exchange brings, or PAD_SLOT. slots: [T], of the step."""
+    return np.append(slots, PAD_SLOT)[index_gathered(shards, rank, len(slots))]
+
+
 class KvExchange:
     """One step's exchanges, in the order of the layers. At most one is under way."""
 
     def __init__(
-        self, group: RankGroup, shards: StepShards, slots: Int64Array, device: torch.device, watch: Stopwatch
+        self,
+        group: RankGroup,
+        padded_tokens: int,
+        num_tokens: int,
+        slots: torch.Tensor,
+        write_kv: WriteKv,
+        watch: Watch,
     ) -> None:
-        """slots: [T], the cache slot of each token of the step."""
+        """padded_tokens: of every rank's local batch; num_tokens: of this rank's. slots: [P * padded_tokens] int64, the
+        cache slot of each token that an exchange brings, PAD_SLOT where it is not to be written.
+        """
         self._group = group
         self._watch = watch
-        self._padded_tokens = shards.padded_tokens
-        local = shards.ranks[group.rank]
-        self._num_tokens = local.num_tokens
-        wanted = slots != PAD_SLOT
-        wanted[local.tokens[: local.num_whole_tokens]] = False  # the backend writes those
-        tokens = np.flatnonzero(wanted)
-        self._take = torch.from_numpy(shards.restore_index[tokens]).to(device)
-        self._slots = torch.from_numpy(slots[tokens]).to(device)
+        self._padded_tokens = padded_tokens
+        self._num_tokens = num_tokens
+        self._slots = slots
+        self._write_kv = write_kv
         # Two pairs of buffers: a layer's may still be on its way to the others when the next one's is filled.
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._turn = 0
         self._flight: _Flight | None = None
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """The cache slots that each exchange writes; those of this rank's whole rows are left to the backend."""
-        return self._slots
 
     def start(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Send this rank's KV of a layer. k, v: [>= n, Hkv, D]. Ends the exchange before it."""
@@ -79,10 +97,7 @@ class KvExchange:
             return
         with self._watch.running():
             flight.work.wait()
-        if self._take.shape[0]:
-            taken = flight.gathered.index_select(0, self._take)
-            for part, cache in ((0, flight.k_cache), (1, flight.v_cache)):
-                cache.view(-1, *cache.shape[2:]).index_copy_(0, self._slots, taken[:, part].to(cache.dtype))
+        self._write_kv(flight.gathered[:, 0], flight.gathered[:, 1], self._slots, flight.k_cache, flight.v_cache)
 
 
 class PcpPlan:

@@ -15,11 +15,12 @@ import torch
 from engine.decoder import Decoder, ForwardOutput
 from engine.kv_cache import KVCache
 from kernels.attention.interface import AttentionBackend, AttentionPlan
+from kernels.kernel_set import kernels_for
 from kernels.layout import Int64Array, make_positions, make_query_start_loc, make_slot_mapping
 from kernels.sharding import RankShard, StepShards, shard_step
-from target_service.pcp.exchange import KvExchange, plan_attention
-from target_service.pcp.group import RankGroup, Stopwatch
-from target_service.pcp.order import StepOrder
+from target_service.pcp.exchange import KvExchange, gathered_slots, plan_attention
+from target_service.pcp.group import RankGroup, Stopwatch, Watch
+from target_service.pcp.order import StepOrder, logit_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +34,41 @@ class ShardedOutput:
     shards: StepShards
 
 
+@dataclass(frozen=True, slots=True)
+class GatherIndex:
+    """Which rows of local tensors rank 0 gets. padded: how many each rank sends. rows: those of this rank's tokens.
+    place: of each wanted row, in what arrives.
+    """
+
+    padded: int
+    rows: Int64Array
+    place: Int64Array
+
+
+def index_gather(shards: StepShards, rank: int, tokens: Int64Array) -> GatherIndex:
+    """tokens: the step's tokens whose rows are wanted, ascending."""
+    wanted = np.zeros(shards.num_tokens, dtype=np.bool_)
+    wanted[tokens] = True
+    of_rank = [np.flatnonzero(wanted[shard.tokens]) for shard in shards.ranks]
+    padded = max(len(rows) for rows in of_rank)
+    place = np.empty(shards.num_tokens, dtype=np.int64)
+    for source, (shard, rows) in enumerate(zip(shards.ranks, of_rank, strict=True)):
+        place[shard.tokens[rows]] = source * padded + np.arange(len(rows))
+    return GatherIndex(padded, of_rank[rank], place[tokens])
+
+
 class RowGather:
     """Brings rows of local tensors to rank 0, in the step's order. Made before the forward, so that nothing is uploaded
     between it and the collective.
     """
 
-    def __init__(
-        self, group: RankGroup, shards: StepShards, tokens: Int64Array, device: torch.device, watch: Stopwatch
-    ) -> None:
-        """tokens: the step's tokens whose rows are wanted, ascending."""
+    def __init__(self, group: RankGroup, padded: int, rows: torch.Tensor, place: torch.Tensor, watch: Watch) -> None:
+        """See GatherIndex; the indices are on the device."""
         self._group = group
         self._watch = watch
-        wanted = np.zeros(shards.num_tokens, dtype=np.bool_)
-        wanted[tokens] = True
-        of_rank = [np.flatnonzero(wanted[shard.tokens]) for shard in shards.ranks]
-        self._padded = max(len(rows) for rows in of_rank)
-        self._rows = torch.from_numpy(of_rank[group.rank]).to(device)
-        place = np.empty(shards.num_tokens, dtype=np.int64)
-        for rank, (shard, rows) in enumerate(zip(shards.ranks, of_rank, strict=True)):
-            place[shard.tokens[rows]] = rank * self._padded + np.arange(len(rows))
-        self._place = torch.from_numpy(place[tokens]).to(device) if group.rank == 0 else None
+        self._padded = padded
+        self._rows = rows
+        self._place = place
 
     def run(self, local: torch.Tensor) -> torch.Tensor | None:
         """local: [>= n, H] of this rank's tokens. Returns [len(tokens), H] on rank 0."""
@@ -60,9 +76,7 @@ class RowGather:
         send[: self._rows.shape[0]] = local.index_select(0, self._rows)
         with self._watch.running():
             gathered = self._group.gather(send)
-        if gathered is None or self._place is None:
-            return None
-        return gathered.index_select(0, self._place)
+        return None if gathered is None else gathered.index_select(0, self._place)
 
 
 class RankForward:
@@ -110,13 +124,19 @@ class RankForward:
             self._max_model_len,
             order.num_tokens,
         )
-        wanted = _logit_tokens(order)
-        gather_logits = RowGather(group, shards, wanted, device, self._watch) if len(wanted) else None
+        wanted = logit_tokens(order.query_lens, order.num_logits)
+        gather_logits = self._gather(shards, wanted) if len(wanted) else None
         gather_all = None
         if order.hidden_layers:
-            tokens = np.arange(order.num_tokens, dtype=np.int64)
-            gather_all = RowGather(group, shards, tokens, device, self._watch)
-        exchange = KvExchange(group, shards, slots, device, self._watch)
+            gather_all = self._gather(shards, np.arange(order.num_tokens, dtype=np.int64))
+        exchange = KvExchange(
+            group,
+            shards.padded_tokens,
+            shard.num_tokens,
+            torch.from_numpy(gathered_slots(shards, group.rank, slots)).to(device),
+            kernels_for(device).write_kv,
+            self._watch,
+        )
         plans = plan_attention(
             exchange, shard, slots, order.block_tables, self._whole_backends, self._piece_backends, device
         )
@@ -125,6 +145,11 @@ class RankForward:
         logit_hidden = None if gather_logits is None else gather_logits.run(output.hidden)
         captured = None if gather_all is None or output.captured is None else gather_all.run(output.captured)
         return ShardedOutput(logit_hidden, captured, shards)
+
+    def _gather(self, shards: StepShards, tokens: Int64Array) -> RowGather:
+        index, device = index_gather(shards, self._group.rank, tokens), self._kv.device
+        rows, place = (torch.from_numpy(indices).to(device) for indices in (index.rows, index.place))
+        return RowGather(self._group, index.padded, rows, place, self._watch)
 
     def _forward(self, order: StepOrder, shard: RankShard, plans: Sequence[AttentionPlan]) -> ForwardOutput:
         """The local batch. An empty rank runs one token of no row, so that it is in every exchange."""
@@ -139,11 +164,3 @@ class RankForward:
             self._kv,
             order.hidden_layers,
         )
-
-
-def _logit_tokens(order: StepOrder) -> Int64Array:
-    """The step's tokens that need logits, ascending."""
-    ends = np.cumsum(order.query_lens)
-    total = int(order.num_logits.sum())
-    # Of each row the first wanted token less the number of wanted ones before it: counting on from there is right.
-    return np.repeat(ends - np.cumsum(order.num_logits), order.num_logits) + np.arange(total, dtype=np.int64)

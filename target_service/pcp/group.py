@@ -1,7 +1,8 @@
 """How do ranks exchange tensors?
 
-`RankGroup` is all that the sharded forward needs: an all-gather that is started and waited for, and a gather to rank
-0. `TorchGroup` is torch.distributed, NCCL between GPUs and gloo elsewhere; every collective ends by its timeout.
+`RankGroup` is all that the sharded forward needs: an all-gather that is started and waited for, a gather to rank 0,
+and a broadcast from it. `TorchGroup` is torch.distributed, NCCL between GPUs and gloo elsewhere; every collective ends
+by its timeout.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class RankGroup(Protocol):
 
     def gather(self, local: torch.Tensor) -> torch.Tensor | None:
         """local: [n, ...]. Returns [size * n, ...] on rank 0, None on the others."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's tensor, contiguous, to all others, in place."""
         ...
 
 
@@ -98,6 +103,10 @@ class TorchGroup:
         dist.gather(local, list(gathered.chunk(self.size)), dst=0)
         return gathered
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See RankGroup."""
+        dist.broadcast(tensor, src=0)
+
     def close(self) -> None:
         """Leave the group. The others need not be there any more."""
         with contextlib.suppress(RuntimeError):  # a peer that has gone first is no news at the end
@@ -123,6 +132,14 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
         return device
     first = device.index or 0
     return torch.device("cuda", first + rank % max(1, torch.cuda.device_count() - first))
+
+
+class Watch(Protocol):
+    """Who measures what stands in collectives."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Counts what is inside."""
+        ...
 
 
 class Stopwatch:
@@ -181,6 +198,9 @@ class SoloGroup:
     def gather(self, local: torch.Tensor) -> torch.Tensor | None:
         """See RankGroup."""
         return local
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See RankGroup."""
 
 
 class _Done:

@@ -3,6 +3,9 @@
 Everything that decides what a rank runs: the rows that run, their lengths, blocks and input ids, which rows need
 logits, which layers the drafter wants. All ranks, rank 0 included, work from the same order, so no rank ever decides
 by something that another does not know. Encoded as int64 and int32 arrays behind a header, to be read in place.
+
+With device execution rank 0's host knows only part of that, which is a `LaunchOrder`; the rest follows from device to
+device (`broadcast.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 from kernels.layout import BoolArray, Int32Array, Int64Array, blocks_needed
 
 _HEADER_WORDS = 6  # rows, tokens, columns of the block tables, hidden layers, and two spare
+_LAUNCH_WORDS = 3  # rows, columns, hidden layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,75 @@ class StepOrder:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchOrder:
+    """What rank 0's host knows of a step's R rows, T tokens, when it launches it.
+
+    context_lens: [R] int64, at most so (exact for prompt chunks): only how the step is dealt depends on it, and bounds.
+    query_lens: [R] int64, 0 where a row does not run; one that turns out not to run on the device counts all the same.
+    num_logits, splits, hidden_layers: see StepOrder. num_columns: of the block tables that follow, as many as the
+    longest row can need.
+    """
+
+    context_lens: Int64Array
+    query_lens: Int64Array
+    num_logits: Int64Array
+    splits: BoolArray
+    num_columns: int
+    hidden_layers: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return int(self.query_lens.shape[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.query_lens.sum())
+
+    def encode_into(self, buffer: memoryview) -> int:
+        """Write it to the start of `buffer` and return how many bytes it took. ValueError where it does not fit."""
+        words = np.concatenate(
+            (
+                np.array([self.num_rows, self.num_columns, len(self.hidden_layers)], dtype=np.int64),
+                self.context_lens,
+                self.query_lens,
+                self.num_logits,
+                self.splits.astype(np.int64),
+                np.array(self.hidden_layers, dtype=np.int64),
+            )
+        )
+        if words.nbytes > len(buffer):
+            raise ValueError(f"a step of {words.nbytes} bytes does not fit {len(buffer)}")
+        np.frombuffer(buffer, np.int64, words.shape[0])[:] = words
+        return words.nbytes
+
+    @classmethod
+    def decode(cls, buffer: memoryview) -> LaunchOrder:
+        """What `encode_into` wrote; copies, so that the buffer may be written again."""
+        num_rows, num_columns, num_layers = np.frombuffer(buffer, np.int64, _LAUNCH_WORDS).tolist()
+        words = np.frombuffer(buffer, np.int64, 4 * num_rows + num_layers, _LAUNCH_WORDS * 8).copy()
+        contexts, lens, num_logits, splits, layers = np.split(words, np.arange(1, 5) * num_rows)
+        return cls(contexts, lens, num_logits, splits.astype(np.bool_), num_columns, tuple(layers.tolist()))
+
+
+def logit_tokens(query_lens: Int64Array, num_logits: Int64Array) -> Int64Array:
+    """The step's tokens that need logits, ascending: of each row the last num_logits."""
+    ends = np.cumsum(query_lens)
+    total = int(num_logits.sum())
+    # Of each row the first wanted token less the number of wanted ones before it: counting on from there is right.
+    return np.repeat(ends - np.cumsum(num_logits), num_logits) + np.arange(total, dtype=np.int64)
+
+
 def most_bytes(max_rows: int, max_tokens: int, max_blocks: int, num_layers: int) -> int:
     """The largest order that a target with these limits can give."""
     return 8 * (_HEADER_WORDS + 4 * max_rows + num_layers + max_tokens) + 4 * max_rows * max_blocks
+
+
+def most_launch_bytes(max_rows: int, num_layers: int) -> int:
+    """The largest LaunchOrder that a target with these limits can give."""
+    return 8 * (_LAUNCH_WORDS + 4 * max_rows + num_layers)
 
 
 def table_columns(context_lens: Int64Array, query_lens: Int64Array, block_size: int) -> int:

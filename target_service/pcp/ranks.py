@@ -42,7 +42,7 @@ LOOK_S = 0.25
 class Ranks:
     """Owner of the other ranks' processes, of the board, and of this rank's end of the group."""
 
-    def __init__(self, config: TargetConfig, directory: Path, order_bytes: int) -> None:
+    def __init__(self, config: TargetConfig, directory: Path, order_bytes: int, board_depth: int = 2) -> None:
         """Start the processes; they load the model while the caller does. ConfigError where the backend cannot be."""
         self._config = config
         self._first_device = torch.device(config.device)
@@ -51,7 +51,7 @@ class Ranks:
         except ValueError as error:
             raise ConfigError("target.pcp_backend", str(error)) from error
         reap()
-        self._exported = ExportedBoard(config.pcp_size, order_bytes)
+        self._exported = ExportedBoard(config.pcp_size, order_bytes, board_depth)
         self._store = rendezvous(config.pcp_size, JOIN_TIMEOUT_S)
         self._group: TorchGroup | None = None
         self._lock = threading.Lock()
@@ -131,6 +131,7 @@ class Ranks:
             model_directory=str(directory),
             board_name=self._exported.name,
             order_bytes=self._exported.order_bytes,
+            board_depth=self._exported.depth,
             port=self._store.port,
             parent_pid=os.getpid(),
         )

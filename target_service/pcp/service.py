@@ -1,8 +1,9 @@
-"""How does rank 0 run a step over all ranks?
+"""How does rank 0 run a step over all ranks, and how does it get them?
 
-The runner's `BatchForward`: what the batch says becomes an order, the order goes to the board, and rank 0 runs its own
-share of it like any other rank. Once the order is out there is no way back: an error in between leaves the other ranks
-in collectives that nobody completes, so it ends the target.
+With host execution by the runner's `BatchForward`: what the batch says becomes an order, the order goes to the board,
+and rank 0 runs its own share of it like any other rank. Once the order is out there is no way back: an error in between
+leaves the other ranks in collectives that nobody completes, so it ends the target. (With device execution:
+`step_forward.py`.)
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.errors import ConfigError, RanksLost
+from engine.errors import RanksLost
 from engine.model_config import ModelConfig
 from engine.request_blocks import RequestBlocks
+from kernels.attention.interface import AttentionBackend
 from kernels.layout import blocks_needed
 from target_service.batch import StepBatch, StepRow
 from target_service.config import TargetConfig
@@ -21,7 +23,10 @@ from target_service.forward import StepOutput
 from target_service.messages import RankLoad
 from target_service.model import LoadedModel, make_backends
 from target_service.pcp.forward import RankForward
-from target_service.pcp.order import StepOrder, most_bytes, table_columns
+from target_service.pcp.group import RankGroup
+from target_service.pcp.laps import LapWatch
+from target_service.pcp.launched import LaunchForward
+from target_service.pcp.order import StepOrder, most_bytes, most_launch_bytes, table_columns
 from target_service.pcp.ranks import Ranks
 from target_service.pcp.warm import warm_up
 
@@ -94,20 +99,21 @@ def start_ranks(config: TargetConfig, directory: Path) -> Ranks | None:
     """
     if config.pcp_size == 1:
         return None
-    if config.execution == "device":
-        raise ConfigError("target.execution", f"device runs one rank, and target.pcp_size is {config.pcp_size}")
     model = ModelConfig.from_directory(directory)
     max_blocks = blocks_needed(config.max_model_len or model.max_model_len, config.block_size)
-    order_bytes = most_bytes(config.num_seats, config.max_step_tokens, max_blocks, model.num_layers)
-    return Ranks(config, directory, order_bytes)
+    order_bytes = max(
+        most_bytes(config.num_seats, config.max_step_tokens, max_blocks, model.num_layers),
+        # Warming up takes rows that no plan has.
+        most_launch_bytes(2 * config.num_seats, model.num_layers),
+    )
+    # With device execution as many orders as steps may be under way; which execution it is, is known only later.
+    launches = config.execution == "device" or (config.execution == "auto" and config.device != "cpu")
+    return Ranks(config, directory, order_bytes, config.channel_depth if launches else 2)
 
 
 def join_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, blocks: RequestBlocks) -> ShardedForward:
-    """Rank 0's forward, once all ranks are there. RanksLost when they do not come."""
-    piece_backends = make_backends(config, model.decoder)
-    if model.decoder.device.type == "cuda":
-        warm_up(model, (model.attention_backends, piece_backends), config.max_step_tokens)
-    group = ranks.join(model.decoder.device)
+    """Rank 0's forward with host execution, once all ranks are there. RanksLost when they do not come."""
+    piece_backends, group = _join(ranks, config, model)
     forward = RankForward(
         model.decoder,
         model.kv,
@@ -118,3 +124,21 @@ def join_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, blocks: R
         model.token_work,
     )
     return ShardedForward(ranks, forward, blocks, config.pcp_timeout_s)
+
+
+def join_launching_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, watch: LapWatch) -> LaunchForward:
+    """Rank 0's share of each forward with device execution, once all ranks are there. RanksLost when they do not come.
+    watch: of the time in collectives.
+    """
+    piece_backends, group = _join(ranks, config, model)
+    return LaunchForward(
+        model.decoder, model.kv, model.attention_backends, piece_backends, group, model.token_work, watch
+    )
+
+
+def _join(ranks: Ranks, config: TargetConfig, model: LoadedModel) -> tuple[tuple[AttentionBackend, ...], RankGroup]:
+    """Meet the others, compiled and ready. Returns also the backends of pieces."""
+    piece_backends = make_backends(config, model.decoder)
+    if model.decoder.device.type == "cuda":
+        warm_up(model, (model.attention_backends, piece_backends), config.max_step_tokens)
+    return piece_backends, ranks.join(model.decoder.device)

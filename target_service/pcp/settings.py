@@ -15,7 +15,9 @@ CLOSE_S = 5.0  # for ranks to end by themselves
 
 
 class RankArguments(BaseModel):
-    """Everything that a rank needs to know. order_bytes: of the largest order. port: where the ranks meet."""
+    """Everything that a rank needs to know. order_bytes: of the largest order. board_depth: how many the board
+    holds. port: where the ranks meet.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,5 +26,6 @@ class RankArguments(BaseModel):
     model_directory: str
     board_name: str
     order_bytes: int
+    board_depth: int
     port: int
     parent_pid: int

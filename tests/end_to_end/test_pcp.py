@@ -16,7 +16,7 @@ import pytest
 
 from tests.end_to_end.rank_kills import kill_ranks
 from tests.end_to_end.stack import Stack, running_stack
-from tests.end_to_end.variants import CHUNKED, STARVED, Models, Variant, drafter_section, prompts
+from tests.end_to_end.variants import CHUNKED, ON_DEVICE, STARVED, Models, Variant, drafter_section, prompts
 
 NUM_TOKENS = 20
 # Late drafts would change what is accepted, though not the tokens; these machines are slow and shared.
@@ -116,6 +116,35 @@ def test_ranks_change_nothing(num_ranks: int, variant: Variant, models: Models, 
     assert many.tokens == one.tokens
     assert many.exact == one.exact
     assert many.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def test_ranks_with_device_execution(models: Models, tmp_path: Path) -> None:
+    """Steps launched ahead of their verdicts, over ranks, with drafts from global hidden states: transformers' tokens,
+    and a seeded request's are the same alone and in a crowd.
+    """
+    variant = Variant("on-device", "eagle3", drafter={"method": "eagle3"})
+    target = {**ON_DEVICE, "pcp_size": 2}
+    gateway = {**PATIENT, **CHUNKED, "depth": 3}
+    drafter = drafter_section(variant, models)
+    seeded = {"temperature": 0.9, "seed": 3, "draft_len": 3}
+    with running_stack(tmp_path, models.target, target, drafter, gateway) as stack:
+        assert "execution=device channels=shm,bytes" in stack.log("target")
+
+        def ask(prompt: tuple[int, ...], **fields: Any) -> list[int]:
+            answer = stack.complete(list(prompt), NUM_TOKENS, ignore_eos=True, **fields)
+            return list(answer["choices"][0]["outrider"]["token_ids"])
+
+        alone = ask(prompts()[11], **seeded)
+        with ThreadPoolExecutor(10) as pool:
+            beside = pool.submit(ask, prompts()[11], **seeded)
+            crowd = [pool.submit(ask, prompts()[index], draft_len=index % 6) for index in range(0, 16, 2)]
+            for index, answer in zip(range(0, 16, 2), crowd, strict=True):
+                assert answer.result(60) == models.greedy(prompts()[index], NUM_TOKENS), index
+            assert beside.result(60) == alone
+        metrics = stack.metrics()
+        assert metrics["outrider_draft_tokens_total"] > 0
+        assert all(metrics[f'outrider_rank_tokens_total{{rank="{rank}"}}'] > 0 for rank in (0, 1))
+        assert [stack.stop(name) for name in ("gateway", "drafter", "target")] == [0, 0, 0]
 
 
 @pytest.mark.timeout(400)  # five starts of two processes, on whatever else the machine is doing

@@ -69,6 +69,10 @@ class ThreadGroup:
         gathered = self._ranks.exchange(self.rank, local)
         return gathered if self.rank == 0 else None
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        gathered = self._ranks.exchange(self.rank, tensor)
+        tensor.copy_(gathered[: tensor.shape[0]])
+
 
 class _Copy:
     def __init__(self, out: torch.Tensor, gathered: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import pytest
 from engine.channel.memory import ExportedMemory
 from engine.errors import ChannelError, RanksLost
 from target_service.pcp.board import Board, ExportedBoard, RankState
-from target_service.pcp.order import StepOrder, most_bytes
+from target_service.pcp.order import LaunchOrder, StepOrder, most_bytes, most_launch_bytes
 
 ORDER_BYTES = most_bytes(4, 16, 8, 2)
 
@@ -28,6 +28,17 @@ def order_of(token: int) -> StepOrder:
         input_ids=np.full(3, token, dtype=np.int64),
         block_tables=np.ones((2, 1), dtype=np.int32),
         hidden_layers=(token % 2,),
+    )
+
+
+def launch_of(num_columns: int) -> LaunchOrder:
+    return LaunchOrder(
+        context_lens=np.array([5, 0, num_columns], dtype=np.int64),
+        query_lens=np.array([2, 0, 1], dtype=np.int64),
+        num_logits=np.array([1, 0, 1], dtype=np.int64),
+        splits=np.array([True, False, False]),
+        num_columns=num_columns,
+        hidden_layers=(2, 0),
     )
 
 
@@ -71,6 +82,31 @@ def test_a_rank_that_takes_nothing_holds_rank_0_up_no_longer_than_its_deadline(e
     with pytest.raises(RanksLost):
         exported.board.publish(order_of(3), 3, 60, lambda: True)
     assert time.monotonic() - began < 2
+
+
+def test_a_deeper_board_holds_as_many_launches() -> None:
+    """Rank 0 goes on while the others have taken none of them, as deep as steps may be under way."""
+    order_bytes = most_launch_bytes(3, 2)
+    exported = ExportedBoard(2, order_bytes, depth=4)
+    try:
+        board = Board.attach(exported.name, 2, order_bytes, 4)
+        orders = [launch_of(columns) for columns in range(16, 96, 16)]
+        for seq, order in enumerate(orders[:4], start=1):
+            exported.board.publish(order, seq, 0.2, never)
+        with pytest.raises(RanksLost, match="rank 1 did not take step 1"):
+            exported.board.publish(orders[4], 5, 0.2, never)
+        for seq, order in enumerate(orders, start=1):
+            taken = board.take_launch(1, seq, 1)
+            assert taken is not None
+            assert taken.num_columns == order.num_columns
+            assert (taken.num_rows, taken.num_tokens, taken.hidden_layers) == (3, 3, (2, 0))
+            for name in ("context_lens", "query_lens", "num_logits", "splits"):
+                assert getattr(taken, name).tolist() == getattr(order, name).tolist()
+                assert getattr(taken, name).dtype == getattr(order, name).dtype
+            if seq == 1:
+                exported.board.publish(orders[4], 5, 0.2, never)
+    finally:
+        exported.close()
 
 
 def test_a_rank_out_of_step_is_told(exported: ExportedBoard) -> None:

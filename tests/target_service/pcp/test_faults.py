@@ -178,8 +178,8 @@ def test_a_rank_out_of_step_ends_the_target(tmp_path: Path, tiny_dir: Path, proc
     [
         ({"pcp_backend": "nccl"}, "target.pcp_backend: nccl needs a GPU for each of the 2 ranks"),
         (
-            {"execution": "device", "attention": "reference"},
-            "target.execution: device runs one rank, and target.pcp_size is 2",
+            {"execution": "device", "attention": "torch"},
+            "target.execution: device needs an attention that asks the host for no lengths, not torch",
         ),
     ],
 )

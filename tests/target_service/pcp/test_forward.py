@@ -19,12 +19,12 @@ from kernels.attention.registry import make_attention
 from kernels.layout import PAD_SLOT
 from kernels.sharding import shard_step
 from target_service.model import LoadedModel
-from target_service.pcp.exchange import KvExchange
+from target_service.pcp.exchange import gathered_slots
 from target_service.pcp.forward import RankForward, ShardedOutput
-from target_service.pcp.group import RankGroup, Stopwatch
+from target_service.pcp.group import RankGroup
 from target_service.pcp.order import StepOrder, most_bytes, table_columns
 from target_service.pcp.warm import warm_up
-from tests.target_service.pcp.ranks import ThreadGroup, ThreadRanks
+from tests.target_service.pcp.ranks import ThreadRanks
 from tests.tiny_models import make_tiny_model
 
 BLOCK_SIZE, MAX_LEN, NUM_SEATS, NUM_BLOCKS = 4, 2048, 40, 1200
@@ -194,9 +194,9 @@ def test_each_rank_writes_each_token_once(num_ranks: int) -> None:
     shards = shard_step(order.context_lens, order.query_lens, order.splits, num_ranks)
     slots = np.arange(100, 100 + order.num_tokens, dtype=np.int64)
     slots[5] = PAD_SLOT  # a position past the length limit
-    ranks = ThreadRanks(num_ranks)
-    device = torch.device("cpu")
     for rank, shard in enumerate(shards.ranks):
-        exchange = KvExchange(ThreadGroup(ranks, rank), shards, slots, device, Stopwatch(device))
-        written = exchange.slots.tolist() + slots[shard.tokens[: shard.num_whole_tokens]].tolist()
+        exchanged = gathered_slots(shards, rank, slots)
+        assert exchanged.shape == (num_ranks * shards.padded_tokens,)
+        written = exchanged.tolist() + slots[shard.tokens[: shard.num_whole_tokens]].tolist()
+        written = [slot for slot in written if slot != PAD_SLOT]
         assert sorted(written) == sorted(slot for slot in slots.tolist() if slot != PAD_SLOT)

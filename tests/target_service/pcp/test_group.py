@@ -26,6 +26,9 @@ with torch.inference_mode():
     rows = group.gather(torch.full((2, 2), float(rank)))
     assert (rows is None) == (rank == 1)
     assert rows is None or rows[:, 1].tolist() == [0, 0, 1, 1]
+words = torch.arange(5) * (2 - rank)  # rank 0's reaches rank 1, in place
+group.broadcast(words)
+assert words.tolist() == [0, 2, 4, 6, 8], words
 group.close()
 print("done", flush=True)
 """
