@@ -16,7 +16,7 @@ import torch
 
 from drafter_service.config import DrafterConfig
 from drafter_service.device.local import LocalDrafter
-from drafter_service.device.making import make_program
+from drafter_service.device.making import make_program, why_not_on_device
 from drafter_service.device.program import DeviceOptions, DrafterProgram
 from drafter_service.device.shapes import graph_rows_within
 from drafter_service.draft_model import DraftModelSpeculator
@@ -34,8 +34,6 @@ from engine.fetch import fetch_model
 from engine.model_config import ModelConfig
 from engine.weights import SafetensorsWeights
 
-# Attention backends that may run ahead of the host (kernels/attention/registry.py).
-_WITHOUT_HOST_LENGTHS = ("triton", "reference")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -78,13 +76,9 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
             return _eagle3(config, settings, fetch_model(target_model), device)
 
 
-def execution_of(config: DrafterConfig) -> Literal["host", "device"]:
+def execution_of(config: DrafterConfig, speculator: Speculator) -> Literal["host", "device"]:
     """How steps run. ConfigError: `device` was asked for, and method or attention cannot."""
-    reason = None
-    if config.method == "ngram":
-        reason = "method ngram reads tokens on the host"
-    elif config.attention not in _WITHOUT_HOST_LENGTHS:
-        reason = f"attention {config.attention!r} needs the rows' lengths on the host"
+    reason = why_not_on_device(speculator)
     if config.execution == "device" and reason is not None:
         raise ConfigError("drafter.execution", f"`device` cannot be had: {reason}")
     on_gpu = torch.device(config.device).type == "cuda"
@@ -98,7 +92,7 @@ def execution_of(config: DrafterConfig) -> Literal["host", "device"]:
 
 def make_device_program(config: DrafterConfig, speculator: Speculator) -> DrafterProgram | None:
     """The speculator's device form, compiled and captured; None with host execution."""
-    if execution_of(config) == "host":
+    if execution_of(config, speculator) == "host":
         return None
     options = DeviceOptions(
         graph_rows=graph_rows_within(config.graph_rows, config.num_seats),

@@ -47,6 +47,10 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     # A proxy in the environment is for the world outside, not for the services of one deployment.
     ("grpc.enable_http_proxy", 0),
+    # An Exchange stream whose target vanished without a word ends; the target allows pings this often.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 

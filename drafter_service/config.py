@@ -6,35 +6,16 @@ naming the key.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from drafter_service.device.shapes import DEFAULT_GRAPH_ROWS
+from engine.config_fields import AddressText, DeviceName, PowerOfTwo
 from engine.config_file import SectionModel
 
 ChannelKind = Literal["cuda_ipc", "shm", "bytes"]
 Method = Literal["eagle3", "draft_model", "ngram"]
-
-
-def _power_of_two(value: int) -> int:
-    if value & (value - 1):
-        raise ValueError("must be a power of two")
-    return value
-
-
-def _address(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError("must be HOST:PORT")
-    return value
-
-
-def _device(value: str) -> str:
-    if re.fullmatch(r"cpu|cuda(:\d+)?", value) is None:
-        raise ValueError("must be cpu, cuda or cuda:N")
-    return value
 
 
 class NgramConfig(SectionModel):
@@ -82,26 +63,29 @@ class DrafterConfig(SectionModel):
     draft_sampling: `greedy`, or `probabilistic`: draw drafts for unseeded sampling rows and publish probabilities.
     channel_kinds: kinds to offer, best first; `cuda_ipc` goes with device execution, the others with host execution.
     max_entry_wait_s: the longest wait for one step of a live target. heartbeat_deadline_s: a target whose heartbeat is
-    older is not waited for.
+    older is not waited for. device_deadline_s: a CUDA device that takes longer over a step whose entry is there is
+    taken for lost, and the drafter ends.
     command_queue, event_queue: bounds of what one gateway may have waiting either way.
+    gateway_lease_s: a gateway that has requests here and neither sends nor is sent anything for so long loses its
+    stream, and they are let go. Longer than its step_timeout_s.
     drain_s: how long SIGTERM waits for gateways to leave.
     check_integrity: check blocks and seats after every command. For tests and debugging.
     """
 
-    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:50052"
+    listen: AddressText = "127.0.0.1:50052"
     drafter_id: str = Field("drafter", min_length=1, max_length=64)
     method: Method = "ngram"
     checkpoint: str | None = Field(None, min_length=1)
     random_head: RandomHeadConfig | None = None
     ngram: NgramConfig = NgramConfig()
-    device: Annotated[str, AfterValidator(_device)] = "cpu"
+    device: DeviceName = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["torch", "triton", "flashinfer", "reference"] = "torch"
     execution: Literal["auto", "host", "device"] = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     cuda_graphs: bool = True
     graph_rows: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = DEFAULT_GRAPH_ROWS
-    block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(16, ge=1, le=1024)
+    block_size: PowerOfTwo = Field(16, ge=1, le=1024)
     num_blocks: int = Field(4096, ge=1, le=1 << 24)
     num_seats: int = Field(32, ge=1, le=4096)
     max_model_len: int | None = Field(None, ge=2)
@@ -117,7 +101,9 @@ class DrafterConfig(SectionModel):
     attach_timeout_s: float = Field(5.0, gt=0, le=600)
     heartbeat_deadline_s: float = Field(2.0, gt=0, le=600)
     max_entry_wait_s: float = Field(30.0, gt=0, le=3600)
+    device_deadline_s: float = Field(120.0, gt=0, le=3600)
     command_queue: int = Field(1024, ge=1, le=1 << 20)
     event_queue: int = Field(1024, ge=1, le=1 << 20)
+    gateway_lease_s: float = Field(300.0, gt=0, le=86_400)
     drain_s: float = Field(0.0, ge=0, le=3600)
     check_integrity: bool = False

@@ -120,6 +120,10 @@ class Residents:
         """The requests that a gateway's stream admitted."""
         return [resident for resident in self._by_id.values() if resident.stream_id == stream_id]
 
+    def holds(self, stream_id: int) -> bool:
+        """Whether a gateway's stream has anything here. Any thread may ask: the list is made in one go."""
+        return any(resident.stream_id == stream_id for resident in list(self._by_id.values()))
+
     def of_channel(self, channel_ids: Iterable[str]) -> list[Resident]:
         """The requests whose rows come through one of these channels."""
         wanted = set(channel_ids)

@@ -1,19 +1,14 @@
 """How does the drafter process listen, and how does it stop?
 
-A gRPC server with DrafterService, health ("" and the service's name) and reflection. Stopping: say NOT_SERVING, give
-gateways a moment to leave, then end the streams, the device thread and the channels, in that order.
+Stopping: say NOT_SERVING, give gateways a moment to leave, then end the streams, the device thread and the channels, in
+that order.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from drafter_service.channels import AttachOutcome
 from drafter_service.clients import TargetConnector
@@ -26,18 +21,14 @@ from drafter_service.messages import ServiceInfo
 from drafter_service.servicer import SERVICE_NAME, DrafterServicer, add_drafter_servicer
 from drafter_service.speculator import Speculator
 from drafter_service.streams import GatewayStream, Inboxes
-from engine.errors import ConfigError
+from engine.device_deadline import DeviceDeadline
+from serving.server import RpcServer, drain
 
-MAX_MESSAGE_BYTES = 1 << 28
-# Every Serve and health Watch stream holds a thread of the pool for as long as it lasts.
-MAX_STREAMS = 64
-STOP_GRACE_S = 2.0
 DEVICE_STOP_S = 30.0
-DRAIN_POLL_S = 0.05
 
 
 class DrafterServer:
-    """Owner of the gRPC server, the device thread and the target connector."""
+    """Owner of the RPC server, the device thread and the target connector."""
 
     def __init__(
         self, config: DrafterConfig, info: ServiceInfo, speculator: Speculator, program: DrafterProgram | None = None
@@ -56,6 +47,8 @@ class DrafterServer:
             device=None if program is None else program.device,
         )
         inboxes = Inboxes(config.command_queue)
+        device = torch.device(config.device)
+        deadline = DeviceDeadline(_device_deadline_s(config, device), lambda reason: self._device.lose(reason))
 
         def submit(stream: GatewayStream, outcome: AttachOutcome) -> bool:
             return inboxes.put(stream, outcome, None)
@@ -69,33 +62,15 @@ class DrafterServer:
             None
             if program is None
             else lambda residents: make_device_steps(
-                program, speculator.needs, residents, config.max_entry_wait_s, inboxes.nudge
+                program, speculator.needs, residents, config.max_entry_wait_s, inboxes.nudge, deadline
             ),
         )
-        self._device = DeviceThread(core, inboxes, config.threads, config.check_integrity, torch.device(config.device))
-        self._servicer = DrafterServicer(self._device, config.event_queue)
-        self._health = health.HealthServicer()
-        self._pool = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="rpc")
-        self._server = grpc.server(
-            self._pool,
-            options=(
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),  # a second drafter on the same port fails instead of sharing its calls
-                # A gateway that vanished without a word holds its requests no longer than this.
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ),
+        self._device = DeviceThread(core, inboxes, config.threads, config.check_integrity, device, deadline)
+        self._servicer = DrafterServicer(self._device, config.event_queue, config.gateway_lease_s)
+        self._rpc = RpcServer(
+            config.listen, "drafter.listen", SERVICE_NAME, lambda server: add_drafter_servicer(self._servicer, server)
         )
-        add_drafter_servicer(self._servicer, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        host = config.listen.rpartition(":")[0]
-        try:
-            port = self._server.add_insecure_port(config.listen)
-        except RuntimeError as error:
-            raise ConfigError("drafter.listen", f"cannot listen on {config.listen}: in use or not ours") from error
-        self.address = f"{host}:{port}"
+        self.address = self._rpc.address
 
     @property
     def device_error(self) -> str | None:
@@ -110,19 +85,21 @@ class DrafterServer:
     def start(self) -> None:
         """Take calls."""
         self._device.start()
-        self._server.start()
-        for name in ("", SERVICE_NAME):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._rpc.start()
 
     def stop(self) -> None:
-        """Drain and stop. Blocks until everything is given back."""
-        self._health.enter_graceful_shutdown()
-        deadline = time.monotonic() + self._drain_s
-        pause = threading.Event()
-        while self._device.num_resident() and time.monotonic() < deadline:
-            pause.wait(DRAIN_POLL_S)  # the device thread tells nobody when it becomes idle
+        """Drain and stop; after a failure there is nothing to drain. Blocks until everything is given back."""
+        self._rpc.say_not_serving()
+        drain(self._device.num_resident, self._drain_s, self._device.failed)
         self._servicer.close_streams()
-        self._server.stop(STOP_GRACE_S).wait()
+        self._rpc.stop()
         self._device.stop(DEVICE_STOP_S)
         self._connector.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._rpc.close()
+
+
+def _device_deadline_s(config: DrafterConfig, device: torch.device) -> float | None:
+    """The most that a step may take on the device once the one before it is done: what it may wait for its entry, and
+    what it may take then.
+    """
+    return config.device_deadline_s + config.max_entry_wait_s if device.type == "cuda" else None

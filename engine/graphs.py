@@ -2,17 +2,24 @@
 
 A CUDA graph per key. What a graph reads and writes stays where it was when it was captured: callers keep their inputs
 in persistent buffers, refresh them before each run, and put nothing into a captured function that waits for the device
-or depends on a host value that may change under the same key. On a CPU, and where graphs are switched off, the function
-is simply called: one code path for both.
+or depends on a host value that may change under the same key. There is a bound to how many are kept; one that gave way
+is captured anew when it comes again. On a CPU, and where graphs are switched off, the function is simply called: one
+code path for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from engine.cuda.recording import Recorder
+from engine.graph_store import GraphStore
 
 Result = TypeVar("Result")
 
@@ -20,12 +27,13 @@ Result = TypeVar("Result")
 @dataclass(slots=True)
 class GraphCounts:
     """captures: graphs made. replays: runs through a graph. eager_runs: runs without one, the warm-ups of `run`
-    included.
+    included. evictions: graphs that gave way to others.
     """
 
     captures: int = 0
     replays: int = 0
     eager_runs: int = 0
+    evictions: int = 0
 
 
 class GraphCache:
@@ -35,14 +43,18 @@ class GraphCache:
     must last, or write it to a buffer that was allocated outside.
     """
 
-    def __init__(self, device: torch.device | str, enabled: bool = True) -> None:
-        """enabled: False calls every function as it is (`cuda_graphs: false`). Any device but CUDA does the same."""
+    def __init__(self, device: torch.device | str, max_graphs: int, enabled: bool = True) -> None:
+        """max_graphs: most that are kept at a time. enabled: False calls every function as it is (`cuda_graphs:
+        false`). Any device but CUDA does the same.
+        """
         self.device = torch.device(device)
         self.enabled = enabled and self.device.type == "cuda"
         self.counts = GraphCounts()
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self._warm: set[Hashable] = set()
+        self.max_graphs = max(1, max_graphs)
+        self._graphs: GraphStore[tuple[torch.cuda.CUDAGraph, Any]] = GraphStore(self.max_graphs)
+        self._warm: OrderedDict[Hashable, None] = OrderedDict()  # run once, not captured; oldest first
         self._stream = torch.cuda.Stream(self.device) if self.enabled else None
+        self._recorder = Recorder() if self.enabled else None
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def __contains__(self, key: Hashable) -> bool:
@@ -59,10 +71,10 @@ class GraphCache:
         if not self.enabled:
             self.counts.eager_runs += 1
             return function()
-        made = self._graphs.get(key)
+        made = self._graphs.use(key)
         if made is None:
             if key not in self._warm:
-                self._warm.add(key)
+                self._note_warm(key)
                 self.counts.eager_runs += 1
                 return self._on_side_stream(function)
             made = self._record(key, function)
@@ -88,6 +100,19 @@ class GraphCache:
         self._graphs.clear()
         self._warm.clear()
 
+    def _note_warm(self, key: Hashable) -> None:
+        self._warm[key] = None
+        if len(self._warm) > self.max_graphs:
+            self._warm.popitem(last=False)
+
+    def _mark(self) -> Callable[[], bool]:
+        """Tells whether the device has come past everything enqueued so far."""
+        assert self._recorder is not None
+        with torch.cuda.stream(self._stream):  # which is idle, so that torch's own recording does not wait
+            event = self._recorder.make(blocking=False)
+        self._recorder.record(event)
+        return event.query
+
     def _on_side_stream(self, function: Callable[[], Result]) -> Result:
         """Call `function` in the stream that captures, in order with the current one, so that what libraries keep by
         stream (workspaces) exists when it captures.
@@ -105,19 +130,35 @@ class GraphCache:
     def _record(self, key: Hashable, function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Capture. Not by `torch.cuda.graph`, which waits for the whole device: another stream of this process may be
         waiting for a peer. Other threads may use the device meanwhile.
+
+        No garbage is collected in it: a graph among it, whoever's, would be destroyed in the middle of the capture,
+        which spoils that.
         """
         assert self._stream is not None
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = function()
             finally:
                 graph.capture_end()
         self.counts.captures += 1
-        self._graphs[key] = (graph, result)
-        return self._graphs[key]
+        self._warm.pop(key, None)
+        made = (graph, result)
+        self.counts.evictions += self._graphs.add(key, made, self._mark)
+        return made
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _tensors(result: object) -> list[torch.Tensor]:

@@ -145,6 +145,7 @@ class GatewayApp:
         app = create_app(
             dispatcher=dispatcher,
             served=self._served,
+            max_draft_len=self._config.max_draft_len,
             status=dispatcher.status,
             registry=self._registry,
             version=version(),

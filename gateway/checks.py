@@ -19,15 +19,18 @@ MAX_NUMBER = 1e6  # far past every use, and safely inside single precision, in w
 MAX_LOGPROBS = 128
 
 
-def check_generation(generation: Generation, info: TargetInfo) -> int:
-    """How many tokens it may generate. Raises InvalidGeneration naming the field."""
+def check_generation(generation: Generation, info: TargetInfo, max_draft_len: int) -> int:
+    """How many tokens it may generate. Raises InvalidGeneration naming the field.
+
+    max_draft_len: what the gateway allows; that a drafter proposes fewer, or none, is no fault of the request.
+    """
     if not 1 <= len(generation.request_id) <= MAX_REQUEST_ID_LEN:
         raise InvalidGeneration("request_id", f"must have 1 to {MAX_REQUEST_ID_LEN} characters")
     _check_prompt(generation, info)
     _check_sampling(generation.sampling, info.vocab_size)
     _check_ends(generation, info.vocab_size)
-    if generation.draft_len is not None and generation.draft_len < 0:
-        raise InvalidGeneration("draft_len", f"must be at least 0, got {generation.draft_len}")
+    if generation.draft_len is not None and not 0 <= generation.draft_len <= max_draft_len:
+        raise InvalidGeneration("draft_len", f"must be in 0..{max_draft_len}, got {generation.draft_len}")
     room = info.max_request_len - len(generation.token_ids)
     if generation.max_tokens is None:
         return room

@@ -51,7 +51,7 @@ class GatewayConfig(BaseModel):
     """The `gateway` section. Times are seconds unless the key says milliseconds.
 
     rest, grpc: where to listen. target, drafter: where the services are; drafter null: never draft.
-    draft_len: default per request; max_draft_len: cap on what a request may ask for.
+    draft_len: default per request; max_draft_len: the most that a request may ask for; more is refused.
     max_step_tokens: prompt and decode tokens in one plan, at most the target's own limit; null: the target's.
     max_running: requests placed on the target at once; null: its seats. max_waiting: bound of the queue behind them.
     queue_timeout_s: longest wait to be started. target_wait_s: how long requests outlive a lost target.

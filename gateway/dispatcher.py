@@ -105,7 +105,7 @@ class Dispatcher:
         info = await self._info_of(loop)
         if self._stopping:
             raise ShuttingDown("The gateway is stopping.")
-        max_tokens = check_generation(generation, info)
+        max_tokens = check_generation(generation, info, self._config.max_draft_len)
         if loop.scheduler.holds(generation.request_id):
             raise InvalidGeneration("request_id", "is in use by a request that has not ended")
         seed = generation.sampling.seed
@@ -114,7 +114,7 @@ class Dispatcher:
             generation,
             self._arrivals,
             secrets.randbits(63) if seed is None else seed % 2**64,
-            self._draft_len(generation.draft_len),
+            self._config.draft_len if generation.draft_len is None else generation.draft_len,
             max_tokens,
             Trimmer(
                 self._make_text(generation),
@@ -132,9 +132,6 @@ class Dispatcher:
             stream.disown()
             raise
         return stream
-
-    def _draft_len(self, asked: int | None) -> int:
-        return min(self._config.draft_len if asked is None else asked, self._config.max_draft_len)
 
     async def _info_of(self, loop: TargetLoop) -> TargetInfo:
         """Who the target is, or was: a request may wait for it to come back, but not for ever."""

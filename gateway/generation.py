@@ -43,7 +43,8 @@ class Generation:
     request_id: unique for ever. token_ids: the prompt, at least one token.
     max_tokens: most tokens generated, None: up to the model's length.
     stop_token_ids: end the generation, counted, without text. stop: strings that end it and are not given out.
-    ignore_eos: the model's own end tokens do not end it. draft_len: None: the gateway's default; capped by the gateway.
+    ignore_eos: the model's own end tokens do not end it. draft_len: None: the gateway's default; at most what the
+    gateway allows.
     input_field: what an error about the prompt names ("prompt", "messages").
     """
 

@@ -178,7 +178,14 @@ class GrpcFace:
     def __init__(self, dispatcher: Dispatcher, encoder: PromptEncoder, address: str, version: str) -> None:
         self._dispatcher = dispatcher
         self._address = address
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),
+                # A client that vanished without a word is noticed, and what it asked for is given up.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 20_000),
+            )
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs do not have it
         self._health_task: asyncio.Task[None] | None = None
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(

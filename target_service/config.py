@@ -5,34 +5,15 @@ The `target:` section of the config file. The defaults suit one CPU machine; a m
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from engine.config_fields import AddressText, DeviceName, PowerOfTwo
 from engine.config_file import SectionModel
 from target_service.acceptance import parse_acceptance
 
 ChannelKind = Literal["cuda_ipc", "shm", "bytes"]
-
-
-def _power_of_two(value: int) -> int:
-    if value & (value - 1):
-        raise ValueError("must be a power of two")
-    return value
-
-
-def _address(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError("must be HOST:PORT")
-    return value
-
-
-def _device(value: str) -> str:
-    if re.fullmatch(r"cpu|cuda(:\d+)?", value) is None:
-        raise ValueError("must be cpu, cuda or cuda:N")
-    return value
 
 
 def _acceptance(value: str) -> str:
@@ -58,8 +39,12 @@ class TargetConfig(SectionModel):
     host, `shm` one host. channel_depth: steps that a channel holds, and with device execution steps under way.
     heartbeat_deadline_s: a drafter whose heartbeat is older is not waited for. drafter_lease_s: after that long without
     a heartbeat its channel is closed and its memory freed.
-    max_wait_ms: upper bound of a plan's deadline_ms.
+    max_wait_ms: upper bound of a plan's deadline_ms. device_deadline_s: a CUDA device that takes longer over a step,
+    beside what the step may wait for, is taken for lost, and the target ends. Kernels that a step is the first to need
+    are compiled within it.
     command_queue, event_queue: bounds of what waits for the device, and of what waits for one gateway to read.
+    gateway_lease_s: a gateway that has requests here and neither sends nor is sent anything for so long loses its
+    stream, and they are let go. Longer than its step_timeout_s.
     drain_s: how long SIGTERM waits for running requests.
     check_integrity: check blocks and seats after every command; a fault is reported as such. For tests and debugging.
     pcp_size: ranks that share out a step's tokens (prefill-context parallelism); each holds the whole model and cache.
@@ -67,8 +52,8 @@ class TargetConfig(SectionModel):
     fails; pcp_start_timeout_s: for all ranks to load.
     """
 
-    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:50051"
-    device: Annotated[str, AfterValidator(_device)] = "cpu"
+    listen: AddressText = "127.0.0.1:50051"
+    device: DeviceName = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["torch", "triton", "flashinfer", "reference"] = "torch"
     execution: Literal["auto", "host", "device"] = "auto"
@@ -76,7 +61,7 @@ class TargetConfig(SectionModel):
     cuda_graphs: bool = True
     graph_rows: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = (1, 2, 4, 8, 16, 32, 64)
     accept: Annotated[str, AfterValidator(_acceptance)] = "exact"
-    block_size: Annotated[int, AfterValidator(_power_of_two)] = Field(16, ge=1, le=1024)
+    block_size: PowerOfTwo = Field(16, ge=1, le=1024)
     num_blocks: int = Field(1024, ge=1, le=1 << 24)
     num_seats: int = Field(32, ge=1, le=4096)
     max_model_len: int | None = Field(None, ge=2)
@@ -91,8 +76,10 @@ class TargetConfig(SectionModel):
     heartbeat_deadline_s: float = Field(2.0, gt=0, le=600)
     drafter_lease_s: float = Field(10.0, gt=0, le=3600)
     max_wait_ms: int = Field(5000, ge=0, le=600_000)
+    device_deadline_s: float = Field(120.0, gt=0, le=3600)
     command_queue: int = Field(1024, ge=1, le=1 << 20)
     event_queue: int = Field(1024, ge=1, le=1 << 20)
+    gateway_lease_s: float = Field(300.0, gt=0, le=86_400)
     drain_s: float = Field(5.0, ge=0, le=3600)
     check_integrity: bool = False
     pcp_size: Literal[1, 2, 4, 8] = 1

@@ -2,7 +2,8 @@
 
 One thread owns everything on the device. Commands of all streams wait for it in one bounded queue, first come, first
 served; what a stream sent, and what it is told, stays in order. Steps that were launched and are not done are watched
-by a second thread, which does nothing but wait for them.
+by a second thread, which does nothing but wait for them. A third one looks whether either of them is stuck: a device
+that does not come back is lost.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.device_deadline import DeviceDeadline
 from target_service.core import TargetCore
 from target_service.failures import DeviceLost
 from target_service.flights import Flight
@@ -42,8 +44,10 @@ class _Job:
 class DeviceThread:
     """Owner of the thread. `submit` and `end_stream` may be called from any thread.
 
-    device, stream: what the thread's work runs on; stream None: the device's default. on_failure: called by the thread
-    when it ends by a bug; no command is carried out any more. lost: why, when the device itself was lost.
+    device, stream: what the thread's work runs on; stream None: the device's default. on_failure: called, from any
+    thread, when no command is carried out any more: a bug has ended the thread, or the device is lost. lost: why, when
+    the device was. deadline_s: the most that a command, or a step once those before it are done, may take on the
+    device; None: anything.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class DeviceThread:
         on_failure: Callable[[], object],
         device: torch.device = _CPU,
         stream: torch.cuda.Stream | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         self._core = core
         self._on_failure = on_failure
@@ -66,11 +71,13 @@ class DeviceThread:
         self._outcomes: deque[tuple[GatewayStream, Event | Flight | None]] = deque()
         self._watched: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._deadline = DeviceDeadline(deadline_s, self._lose)
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="device-watcher", daemon=True)
 
     def start(self) -> None:
         """Start the threads."""
+        self._deadline.start()
         self._watcher.start()
         self._thread.start()
 
@@ -86,6 +93,10 @@ class DeviceThread:
         """Queue the end of a stream, after everything it sent."""
         self._put(_Job(stream, None))
 
+    def holds(self, stream: GatewayStream) -> bool:
+        """Whether requests of the stream are resident; a snapshot, from any thread."""
+        return self._core.sessions.holds(stream.stream_id)
+
     def num_resident(self) -> int:
         """How many requests are resident and will run on; a snapshot, from any thread."""
         return 0 if self._stopping.is_set() else len(self._core.sessions)
@@ -94,6 +105,7 @@ class DeviceThread:
         """Finish the command at hand and the steps under way, and end the threads."""
         self._stopping.set()
         self._thread.join(deadline_s)
+        self._deadline.close()
 
     def _put(self, job: _Job) -> bool:
         while not self._stopping.is_set():
@@ -112,14 +124,17 @@ class DeviceThread:
             with torch.inference_mode(), self._on_stream():
                 self._carry_out_all()
         except DeviceLost as lost:
-            _log.error("the device is lost: %s", lost)
-            self.lost = str(lost)
-            self._fail()
+            self._lose(str(lost))
         except Exception:  # a thread that died unnoticed would leave a process that listens and never answers
             _log.exception("the device thread ended")
             self._fail()
         finally:
             self._watched.put(None)
+
+    def _lose(self, reason: str) -> None:
+        _log.error("the device is lost: %s", reason)
+        self.lost = reason
+        self._fail()
 
     def _fail(self) -> None:
         self._stopping.set()
@@ -134,7 +149,8 @@ class DeviceThread:
             if flight.reply is not None:
                 continue  # completed meanwhile; what one would wait on may be a later step's by now
             try:
-                flight.landing.wait()
+                with self._deadline.over(f"step {flight.step.seq}"):
+                    flight.landing.wait()
             except RuntimeError as error:  # the device thread meets the same error when it completes the step
                 _log.error("step %d: %s", flight.step.seq, error)
             self._inbox.tell(flight)
@@ -143,19 +159,26 @@ class DeviceThread:
         poll_s = IDLE_POLL_S
         while not self._stopping.is_set():
             job, flight = self._inbox.take(poll_s)
-            poll_s = IDLE_POLL_S
-            if flight is not None:
-                self._core.land(flight)
-            elif job is not None:
-                self._core.land_done()  # nobody shall wait for what is known while the next step waits for its drafts
-                self._tell()
-                self._carry_out(job)
-            elif self._core.idle():
-                poll_s = 0.0  # there may be more to do
-            self._tell()
-            self._core.channels.close_retired()
-        self._core.settle()
+            with self._deadline.over("a command"):
+                poll_s = self._turn(job, flight)
+        with self._deadline.over("what was under way at the end"):
+            self._core.settle()
         self._tell()
+
+    def _turn(self, job: _Job | None, flight: Flight | None) -> float:
+        """Do the one thing there is to do, if any. Returns how long to wait for the next."""
+        poll_s = IDLE_POLL_S
+        if flight is not None:
+            self._core.land(flight)
+        elif job is not None:
+            self._core.land_done()  # nobody shall wait for what is known while the next step waits for its drafts
+            self._tell()
+            self._carry_out(job)
+        elif self._core.idle():
+            poll_s = 0.0  # there may be more to do
+        self._tell()
+        self._core.channels.close_retired()
+        return poll_s
 
     def _carry_out(self, job: _Job) -> None:
         stream = job.stream

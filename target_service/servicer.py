@@ -1,7 +1,6 @@
 """How do the TargetService RPCs meet the device thread?
 
-A Serve stream has two threads: one reads commands into the device's queue, the RPC's own sends events from the stream's
-outbox. Attach, Detach and Exchange serve drafters and touch only the channels.
+Serve streams are gateways' (`serving.streams`). Attach, Detach and Exchange serve drafters and touch only the channels.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import grpc
 
 from engine.channel.bytes import BytesTargetEnd
 from engine.errors import ChannelError, InvalidRequest, OutriderError
-from engine.outbox import Outbox
 from protos import target_pb2, target_pb2_grpc
+from serving.streams import FIRST_MESSAGE_S, ServeStreams, next_message
 from target_service.channels import TargetChannels
 from target_service.codec import (
     attach_reply_to_proto,
@@ -27,52 +26,34 @@ from target_service.codec import (
     ring_entry_to_proto,
 )
 from target_service.device_thread import DeviceThread
-from target_service.messages import Event
 from target_service.streams import GatewayStream
 
 _log = logging.getLogger(__name__)
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
-POLL_S = 1.0  # how often a quiet stream looks whether its peer is still there
+POLL_S = 1.0  # how often a quiet Exchange stream looks whether its channel is still open
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """The RPCs. Holds no request state of its own."""
 
-    def __init__(self, device: DeviceThread, channels: TargetChannels, event_queue: int) -> None:
-        self._device = device
+    def __init__(
+        self, device: DeviceThread, channels: TargetChannels, event_queue: int, gateway_lease_s: float
+    ) -> None:
         self._channels = channels
-        self._event_queue = event_queue
-        self._stream_ids = itertools.count(1)
-        self._outboxes: dict[int, Outbox[Event]] = {}
-        self._lock = threading.Lock()
-        self._closing = False
+        self._streams = ServeStreams(
+            "target", device, GatewayStream, command_from_proto, event_to_proto, event_queue, gateway_lease_s
+        )
 
     def close_streams(self) -> None:
         """End every Serve stream; new ones are refused."""
-        with self._lock:
-            self._closing = True
-            outboxes = list(self._outboxes.values())
-        for outbox in outboxes:
-            outbox.close()
+        self._streams.close()
 
     def Serve(
         self, request_iterator: Iterator[target_pb2.TargetCommand], context: grpc.ServicerContext
     ) -> Iterator[target_pb2.TargetEvent]:
         """One gateway's stream, until either side ends it."""
-        stream = GatewayStream(next(self._stream_ids), Outbox(self._event_queue, on_overflow=context.cancel))
-        if not self._open_stream(stream) or not context.add_callback(lambda: self._close_stream(stream)):
-            self._close_stream(stream)
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the target is stopping")
-        # The reader outlives this generator, which a broken RPC may leave at any `yield`: so it is the reader that ends
-        # the stream on the device, when its iterator ends, as it does with the RPC.
-        threading.Thread(
-            target=self._read_commands, args=(request_iterator, stream), name=f"stream-{stream.stream_id}", daemon=True
-        ).start()
-        while not stream.outbox.finished():
-            event = stream.outbox.take(POLL_S)
-            if event is not None:
-                yield event_to_proto(event)
+        return self._streams.serve(request_iterator, context)
 
     def Attach(self, request: target_pb2.AttachRequest, context: grpc.ServicerContext) -> target_pb2.AttachReply:
         """Export a channel for a drafter."""
@@ -99,7 +80,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         The first message names the channel (channel_id, epoch; seq 0, no tensors); then replies come in and ring
         entries go out until the channel or the stream ends.
         """
-        first = next(request_iterator, None)
+        try:
+            first = next_message(request_iterator, FIRST_MESSAGE_S)
+        except TimeoutError as error:
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"{error}; the first one names the channel")
         if first is None:
             return
         try:
@@ -116,27 +100,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             entry = end.outgoing(POLL_S)
             if entry is not None:
                 yield ring_entry_to_proto(entry)
-
-    def _open_stream(self, stream: GatewayStream) -> bool:
-        with self._lock:
-            if not self._closing:
-                self._outboxes[stream.stream_id] = stream.outbox
-            return not self._closing
-
-    def _close_stream(self, stream: GatewayStream) -> None:
-        stream.outbox.close()
-        with self._lock:
-            self._outboxes.pop(stream.stream_id, None)
-
-    def _read_commands(self, messages: Iterator[target_pb2.TargetCommand], stream: GatewayStream) -> None:
-        try:
-            for message in messages:
-                if not self._device.submit(stream, command_from_proto(message)):
-                    break
-        except grpc.RpcError:
-            stream.outbox.close()  # the stream broke: commands still queued are not worth running
-        finally:
-            self._device.end_stream(stream)
 
 
 def add_target_servicer(servicer: TargetServicer, server: grpc.Server) -> None:

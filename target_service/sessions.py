@@ -205,6 +205,10 @@ class Sessions:
             self._free(session)
         return len(sessions)
 
+    def holds(self, stream_id: int) -> bool:
+        """Whether a gateway's stream has anything here. Any thread may ask: the list is made in one go."""
+        return any(session.stream_id == stream_id for session in list(self._by_id.values()))
+
     def check_integrity(self) -> None:
         """IntegrityError unless seats, blocks and sessions agree."""
         self.blocks.check_integrity()

@@ -20,8 +20,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "protos": frozenset(),
     "kernels": frozenset(),
     "engine": frozenset({"kernels"}),
-    "target_service": frozenset({"protos", "engine", "kernels"}),
-    "drafter_service": frozenset({"protos", "engine", "kernels"}),
+    "serving": frozenset({"engine"}),
+    "target_service": frozenset({"protos", "engine", "kernels", "serving"}),
+    "drafter_service": frozenset({"protos", "engine", "kernels", "serving"}),
     "gateway": frozenset({"protos"}),
 }
 # A file or folder -> what it may not import from outside, and why a reader would care.
@@ -30,6 +31,7 @@ FORBIDDEN_OUTSIDE: dict[str, frozenset[str]] = {
     "kernels/layout.py": frozenset({"torch", "triton"}),
     "kernels/sharding.py": frozenset({"torch", "triton"}),
     "engine": frozenset({"grpc", "google"}),
+    "serving": frozenset({"torch", "triton", "transformers"}),
     "gateway": frozenset({"torch", "transformers", "triton"}),
 }
 # The only files that touch generated messages (beside protos itself).

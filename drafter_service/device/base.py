@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from drafter_service.device.counted_graphs import CountedGraphs
@@ -16,14 +14,16 @@ from drafter_service.device.taken import make_taken
 from drafter_service.residency import Resident
 from drafter_service.settings import CacheSettings
 from engine.channel.device import ReplyViews
-from engine.errors import ConfigError
 from engine.graphs import GraphCounts
 from engine.request_blocks import RequestBlocks
-from kernels.attention.interface import AttentionBackend
 from kernels.kernel_set import KernelSet
 from kernels.reference.argmax import make_scratch
 from kernels.reference.philox import DRAFT
 from kernels.reference.take_entry import TakenRows
+
+# Of targets, by size: a method that has to know it captures every step for each. The graphs of more are made anew each
+# time they come, the least recent ones first.
+MAX_VOCABULARIES = 4
 
 
 class ProgramBase:
@@ -57,8 +57,10 @@ class ProgramBase:
         self._kernels = kernels
         self._options = options
         self._target_ids = target_ids
-        self._graphs = CountedGraphs(device, options.cuda_graphs, self.counts)
         self._row_tokens = tokens_per_row(self.max_draft_len)
+        # Prefills with drafts behind them and without, and the draft steps of each length, by rows.
+        num_graphs = len(options.graph_rows) * (2 * len(self._row_tokens) + self.max_draft_len - 1)
+        self._graphs = CountedGraphs(device, MAX_VOCABULARIES * num_graphs, options.cuda_graphs, self.counts)
         # Tokens of the largest step that runs through a graph.
         self._graph_tokens = min(self.max_tokens, max(options.graph_rows, default=0) * self._row_tokens[-1])
         self._views: dict[tuple[int, int], TakenRows] = {}
@@ -111,10 +113,3 @@ class ProgramBase:
             published[:, : probs.shape[1]] = probs
         else:
             published.index_copy_(1, self._target_ids, probs)
-
-
-def check_attention(attentions: Sequence[AttentionBackend]) -> None:
-    """ConfigError: a backend needs the rows' lengths on the host."""
-    for attention in attentions:
-        if attention.needs_host_lens:
-            raise ConfigError("drafter.attention", f"{attention.name!r} needs host lengths: use execution `host`")

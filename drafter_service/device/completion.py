@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from engine.device_deadline import DeviceDeadline
+
 
 class Pending(Protocol):
     """A step that was enqueued."""
@@ -22,16 +24,18 @@ class Pending(Protocol):
 class Completions:
     """Steps under way, and those that are done and not taken yet. `wait` ends early when one is done.
 
-    on_done: called, from the waiting thread, when a step is done or the device has failed.
+    on_done: called, from the waiting thread, when a step is done or the device has failed. deadline: of each step, from
+    when the one before it was done.
     """
 
-    def __init__(self, on_done: Callable[[], None]) -> None:
+    def __init__(self, on_done: Callable[[], None], deadline: DeviceDeadline) -> None:
         self._changed = threading.Condition()
         self._under_way: deque[Pending] = deque()
         self._num_done = 0
         self._closed = False
         self._error: BaseException | None = None
         self._on_done = on_done
+        self._deadline = deadline
         self._thread = threading.Thread(target=self._run, name="completion", daemon=True)
 
     def start(self) -> None:
@@ -73,7 +77,8 @@ class Completions:
                     return
                 step = self._under_way.popleft()
             try:
-                step.wait()
+                with self._deadline.over("a step"):
+                    step.wait()
             except RuntimeError as error:  # the device has failed: whoever takes steps ends with it
                 self._done(error)
                 return

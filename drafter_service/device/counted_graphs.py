@@ -16,10 +16,9 @@ from engine.graphs import GraphCache, GraphCounts
 class CountedGraphs:
     """A GraphCache whose replays are counted in `counts` as the calls were. Used by one thread."""
 
-    def __init__(self, device: torch.device, enabled: bool, counts: MetadataCounts) -> None:
-        self._graphs = GraphCache(device, enabled)
+    def __init__(self, device: torch.device, max_graphs: int, enabled: bool, counts: MetadataCounts) -> None:
+        self._graphs = GraphCache(device, max_graphs, enabled)
         self._counts = counts
-        self._made: dict[Hashable, tuple[int, int]] = {}
 
     @property
     def counts(self) -> GraphCounts:
@@ -28,27 +27,19 @@ class CountedGraphs:
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Run `function` through the key's graph: see GraphCache.run."""
-        counts = self._counts
-        builds, launches = counts.builds, counts.launches
-        called = False
-
-        def call() -> None:
-            nonlocal called
-            called = True
-            self._call(key, function)
-
-        self._graphs.run(key, call)
-        if not called:
-            made_builds, made_launches = self._made[key]
-            counts.builds, counts.launches = builds + made_builds, launches + made_launches
+        builds, launches = self._counts.builds, self._counts.launches
+        # The result of a replay is that of the call which was captured.
+        made_builds, made_launches = self._graphs.run(key, lambda: self._call(function))
+        self._counts.builds, self._counts.launches = builds + made_builds, launches + made_launches
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
         """Capture ahead of the first run: see GraphCache.capture. Counts nothing."""
         builds, launches = self._counts.builds, self._counts.launches
-        self._graphs.capture(key, lambda: self._call(key, function))
+        self._graphs.capture(key, lambda: self._call(function))
         self._counts.builds, self._counts.launches = builds, launches
 
-    def _call(self, key: Hashable, function: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], None]) -> tuple[int, int]:
+        """Returns the builds and launches that the call made."""
         builds, launches = self._counts.builds, self._counts.launches
         function()
-        self._made[key] = (self._counts.builds - builds, self._counts.launches - launches)
+        return self._counts.builds - builds, self._counts.launches - launches

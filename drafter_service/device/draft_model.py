@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from drafter_service.device.base import ProgramBase, check_attention
-from drafter_service.device.marks import PREFILLED, StepMarks
+from drafter_service.device.base import ProgramBase
+from drafter_service.device.marks import PREFILLED
 from drafter_service.device.metadata import DeviceMetadata
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.shapes import StepShape, step_shape
@@ -22,6 +22,7 @@ from drafter_service.draft_model import DraftModelSpeculator
 from drafter_service.residency import Resident
 from engine.channel.device import ReplyViews
 from engine.channel.interface import RingEntry
+from engine.step_marks import StepMarks
 from kernels.attention.interface import AttentionMetadata, AttentionPlan
 from kernels.kernel_set import KernelSet
 from kernels.layout import make_slot_mapping
@@ -36,7 +37,6 @@ class DraftModelProgram(ProgramBase):
     def __init__(self, speculator: DraftModelSpeculator, kernels: KernelSet, options: DeviceOptions) -> None:
         settings, decoder = speculator.settings, speculator.decoder
         super().__init__(settings, decoder.device, speculator.blocks, None, kernels, options)
-        check_attention(speculator.attentions)
         # The anchor stands behind the row: `take_entry` is told of one position less.
         self.max_len = speculator.max_len - 1
         self._speculator = speculator

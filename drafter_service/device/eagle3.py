@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-from drafter_service.device.base import ProgramBase, check_attention
+from drafter_service.device.base import ProgramBase
 from drafter_service.device.head import HeadOutput, HeadRunner
-from drafter_service.device.marks import PREFILLED, StepMarks
+from drafter_service.device.marks import PREFILLED
 from drafter_service.device.metadata import DeviceMetadata
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.shapes import StepShape, step_shape
@@ -23,6 +23,7 @@ from drafter_service.residency import Resident
 from engine.channel.device import ReplyViews
 from engine.channel.interface import RingEntry
 from engine.cuda.copying import DeviceCopies
+from engine.step_marks import StepMarks
 from kernels.attention.interface import RotatingPlan
 from kernels.kernel_set import KernelSet
 from kernels.layout import PAD_SLOT
@@ -36,7 +37,6 @@ class Eagle3Program(ProgramBase):
         settings, config, device = speculator.settings, speculator.head.config, speculator.device
         placements = speculator.placements
         super().__init__(settings, device, placements.blocks, speculator.target_ids, kernels, options)
-        check_attention([speculator.attention])
         self.max_len = placements.max_len
         self._placements = placements
         self._kv = speculator.kv

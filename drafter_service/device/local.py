@@ -13,6 +13,7 @@ from drafter_service.messages import Admission, StepReport, StepRequest
 from drafter_service.residency import Residents
 from drafter_service.speculator import Speculator
 from engine.channel.device import DeviceDrafterEnd
+from engine.device_deadline import DeviceDeadline
 from engine.errors import CapacityError
 
 SLICE_S = 0.05
@@ -25,7 +26,8 @@ class LocalDrafter:
         self.speculator = speculator
         self.program = program
         self.residents = Residents(num_seats)
-        self.steps = make_device_steps(program, speculator.needs, self.residents, max_wait_s, lambda: None)
+        any_time = DeviceDeadline(None, lambda _: None)  # whoever calls waits, and sees it
+        self.steps = make_device_steps(program, speculator.needs, self.residents, max_wait_s, lambda: None, any_time)
         self.reports: list[StepReport] = []
         self._link: ChannelLink | None = None
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from drafter_service.device.marks import StepMarks
 from engine.cuda.copying import Copy, prepare_copy
+from engine.step_marks import StepMarks
 from kernels.reference.take_entry import PLAN_FIELDS, RECORD_FIELDS
 
 # Words in front of the records: [0] counts metadata elements that differ from their yardstick (`metadata_shadow`).

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from drafter_service.device.marks import StepMarks
 from drafter_service.device.metadata import MetadataCounts
 from drafter_service.device.seat_tables import SeatTables
 from drafter_service.device.shapes import StepShape
@@ -20,6 +19,7 @@ from drafter_service.residency import Resident
 from engine.channel.device import ReplyViews
 from engine.channel.interface import RingEntry
 from engine.graphs import GraphCounts
+from engine.step_marks import StepMarks
 from kernels.reference.take_entry import TakenLayout, TakenRows
 
 

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 class _Deps:
     dispatcher: Submitter
     served: ServedModel
+    max_draft_len: int
     status: Callable[[], GatewayStatus]
     registry: CollectorRegistry
     max_body_bytes: int
@@ -58,14 +59,19 @@ def create_app(
     *,
     dispatcher: Submitter,
     served: ServedModel,
+    max_draft_len: int,
     status: Callable[[], GatewayStatus],
     registry: CollectorRegistry,
     version: str,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     body_deadline_s: float = DEFAULT_BODY_DEADLINE_S,
 ) -> FastAPI:
-    """The application. status: called for each `GET /health`. registry: what `GET /metrics` tells."""
-    deps = _Deps(dispatcher, served, status, registry, max_body_bytes, body_deadline_s, asyncio.Semaphore(1))
+    """The application. max_draft_len: of a request; the dispatcher checks it. status: called for each `GET /health`.
+    registry: what `GET /metrics` tells.
+    """
+    deps = _Deps(
+        dispatcher, served, max_draft_len, status, registry, max_body_bytes, body_deadline_s, asyncio.Semaphore(1)
+    )
     app = FastAPI(title="Outrider", version=version, description=openapi.DESCRIPTION)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(GatewayError, _on_gateway_error)
@@ -105,6 +111,7 @@ def _add_status_routes(app: FastAPI, deps: _Deps) -> None:
         "created": deps.served.created,
         "owned_by": "outrider",
         "max_model_len": deps.served.max_model_len,
+        "max_draft_len": deps.max_draft_len,
     }
 
     @app.get("/v1/models", tags=["models"])

@@ -16,7 +16,8 @@ from gateway.rest.schemas import ChatCompletionRequest, CompletionRequest
 
 DESCRIPTION = (
     "OpenAI-compatible text generation with speculative decoding. Beyond OpenAI's fields: `draft_len` (0: no "
-    "speculation), `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` in requests; "
+    "speculation; at most `max_draft_len` of `/v1/models`), `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, "
+    "`ignore_eos` in requests; "
     "`choices[i].outrider` (token ids, and which of them were accepted drafts) and `usage.outrider` in answers. "
     "With `stream: true` the answer is a stream of server-sent events."
 )

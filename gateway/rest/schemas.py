@@ -204,7 +204,7 @@ class GenerationRequest(Schema):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the text.")
     draft_len: int | None = Field(
-        None, ge=0, le=1024, description="Tokens drafted a step, capped by the server; 0: no speculation."
+        None, ge=0, description="Tokens drafted a step, at most `max_draft_len` of `/v1/models`; 0: no speculation."
     )
     # Accepted and without effect here.
     user: str | None = None

@@ -55,7 +55,7 @@ def parse_request(body: bytes, schema: type[SchemaT]) -> SchemaT:
     if not isinstance(content, dict):
         raise invalid("body", "must be a JSON object", "invalid_json")
     for path, detail in _json_faults(content):
-        raise invalid(_shorten(path), detail)
+        raise invalid(_shorten(path or "body"), detail)  # a name may be empty
     try:
         return schema.model_validate(content)
     except ValidationError as error:
@@ -91,11 +91,11 @@ def _json_faults(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if depth == MAX_DEPTH:
             yield path, "is nested too deeply"
         if isinstance(container, dict) and len(container) > MAX_FIELDS:
-            yield path or "body", f"has more than {MAX_FIELDS} fields"
+            yield path, f"has more than {MAX_FIELDS} fields"
         entries = container.items() if isinstance(container, dict) else enumerate(container)
         for key, entry in entries:
             if isinstance(key, str) and not _is_text(key):
-                yield path or "body", "has a field whose name holds half a surrogate pair"
+                yield path, "has a field whose name holds half a surrogate pair"
             if isinstance(entry, dict | list):
                 stack.append((_join(path, key), entry, depth + 1))
             elif (detail := _scalar_fault(entry)) is not None:

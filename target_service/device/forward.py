@@ -67,6 +67,11 @@ class StepOutput:
     lap: Lap | None = None
 
 
+# Sets of hidden layers, the empty one included, whose graphs are kept: each drafter brings its own, and may come again
+# with another.
+MAX_LAYER_SETS = 4
+
+
 class StepForward:
     """Owner of the model, its cache and the graphs. Used by one thread, under one stream. Over ranks it is
     `pcp.step_forward.RankStepForward`.
@@ -89,7 +94,11 @@ class StepForward:
     ) -> None:
         """backends: one per KV group, none of which needs host lengths. seat_tables: [1, S, B] int32."""
         self.decoder = decoder
-        self.graphs = GraphCache(decoder.device, cuda_graphs)
+        # Without graphs there is nothing to be gained by padding.
+        self._graph_rows = sorted(set(graph_rows)) if cuda_graphs else []
+        # For each row count and length, to the end and to the logits.
+        num_graphs = 2 * len(self._graph_rows) * (buffers.sizes.max_drafts + 1)
+        self.graphs = GraphCache(decoder.device, MAX_LAYER_SETS * num_graphs, cuda_graphs)
         self._kv = kv
         self._backends = tuple(backends)
         self._kernels = kernels
@@ -98,8 +107,6 @@ class StepForward:
         self._seat_tables = seat_tables
         self._block_size = block_size
         self._max_model_len = max_model_len
-        # Without graphs there is nothing to be gained by padding.
-        self._graph_rows = sorted(set(graph_rows)) if cuda_graphs else []
         self._synthetic = synthetic
 
     def padded_rows(self, num_rows: int, query_len: int) -> int | None:

@@ -89,6 +89,16 @@ async def test_what_can_never_fit_is_refused_at_the_door(
     assert deltas[-1].finish_reason == "length"
 
 
+async def test_more_drafts_than_the_gateway_allows_are_refused_not_cut(make_stack: MakeStack) -> None:
+    """A drafter that proposes fewer than it was asked for is another matter: that is how it is."""
+    stack = await make_stack(max_draft_len=6, drafter={"max_draft_len": 2})
+    with pytest.raises(InvalidGeneration) as caught:
+        await stack.dispatcher.submit(generation((1, 2), 5, draft_len=7))
+    assert (caught.value.field, caught.value.detail) == ("draft_len", "must be in 0..6, got 7")
+    assert len(tokens_of(await stack.run(generation((1, 2), 5, draft_len=6)))) == 5
+    await stack.until_empty()
+
+
 # Stopping.
 
 

@@ -112,6 +112,7 @@ def said(role: str, content: str, empty: int = 1) -> gateway_pb2.ChatMessages:
         ({"prompt": "a", "stop_token_ids": [97]}, "stop_token_ids"),
         ({"prompt": "a", "logprobs": 500}, "logprobs"),
         ({"prompt": "a", "max_tokens": 10_000}, "max_tokens"),
+        ({"prompt": "a", "draft_len": 99}, "draft_len: must be in 0..7, got 99"),
         ({"prompt": "a" * 300}, "prompt"),
     ],
 )

@@ -124,9 +124,9 @@ def test_a_graph_gives_the_bits_of_an_eager_run(pair: tuple[Decoder, PreTrainedM
     if dtype == torch.bfloat16:
         decoder = Decoder.dummy(decoder.config, dtype, DEVICE)
     tokens = random_tokens(60, 4)
-    graphs = GraphCache(DEVICE)
+    graphs = GraphCache(DEVICE, 8)
     replayed = decode_steps(decoder, graphs, tokens)
-    eager = decode_steps(decoder, GraphCache(DEVICE, enabled=False), tokens)
+    eager = decode_steps(decoder, GraphCache(DEVICE, 8, enabled=False), tokens)
     assert (graphs.counts.captures, graphs.counts.replays, graphs.counts.eager_runs) == (1, 4, 1)
     for got, expected in zip(replayed, eager, strict=True):
         assert torch.equal(got, expected)
@@ -142,15 +142,15 @@ def test_overlapping_launches_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     tokens = random_tokens(60, 4)
     for num_rows in (1, 3, 5):
         monkeypatch.setenv("OUTRIDER_LAUNCH_OVERLAP", "0")
-        expected = decode_steps(decoder, GraphCache(DEVICE), tokens, num_rows)
+        expected = decode_steps(decoder, GraphCache(DEVICE, 8), tokens, num_rows)
         monkeypatch.setenv("OUTRIDER_LAUNCH_OVERLAP", "1")
         for enabled in (True, False, True, True):
-            got = decode_steps(decoder, GraphCache(DEVICE, enabled), tokens, num_rows)
+            got = decode_steps(decoder, GraphCache(DEVICE, 8, enabled), tokens, num_rows)
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
 
 
 def test_a_run_has_its_effects_once_however_it_is_run() -> None:
-    graphs = GraphCache(DEVICE)
+    graphs = GraphCache(DEVICE, 8)
     value = torch.zeros(1, device=DEVICE)
 
     def add() -> torch.Tensor:
@@ -197,3 +197,47 @@ def test_dummy_weights_of_a_real_size_stay_finite() -> None:
     logits = decoder.logits(output.hidden)
     assert bool(logits.isfinite().all())
     assert 0.3 < float(logits.std()) < 3
+
+
+def test_graphs_that_gave_way_go_once_the_device_is_past_them() -> None:
+    """Captured over and over, of more keys than are kept, while the device lags behind: always the right result."""
+    graphs = GraphCache(DEVICE, 2)
+    value = torch.zeros(1 << 20, device=DEVICE)
+    sums: list[torch.Tensor] = []
+
+    def add(number: int) -> torch.Tensor:
+        return (value + number).sum()
+
+    for turn in range(3):
+        for number in range(4):
+            graphs.run(number, lambda number=number: add(number))  # type: ignore[misc]
+            torch.cuda._sleep(20_000_000)  # what is launched from here on is not run yet when it gives way
+            sums.append(graphs.run(number, lambda number=number: add(number)).clone())  # type: ignore[misc]
+        assert graphs.counts.evictions == max(0, 4 * (turn + 1) - 2)
+    torch.cuda.synchronize()
+    assert [total.item() for total in sums] == [number * (1 << 20) for _ in range(3) for number in range(4)]
+    assert sum(number in graphs for number in range(4)) == 2
+
+
+def test_garbage_does_not_spoil_a_capture() -> None:
+    """Another's graphs become garbage while a graph is captured, and enough is allocated that it would be collected."""
+    value = torch.zeros(8, device=DEVICE)
+    others: list[object] = []
+
+    def add() -> torch.Tensor:
+        if others and torch.cuda.is_current_stream_capturing():
+            cycle: list[object] = [others.pop()]
+            cycle.append(cycle)
+            del cycle
+            assert len([[number] for number in range(5000)]) == 5000
+        return value.add_(1)
+
+    graphs, other = GraphCache(DEVICE, 8), GraphCache(DEVICE, 8)
+    for _ in range(2):
+        other.run("add", add)
+    others.append(other)
+    del other
+    total = [graphs.run("add", add) for _ in range(2)][-1]
+    assert not others
+    assert graphs.counts.captures == 1
+    assert total[0].item() == 4

@@ -103,7 +103,7 @@ def test_argmax(triton: KernelSet, plain: KernelSet, rows: int, vocab: int, dtyp
 
 def test_argmax_in_graphs_that_share_their_scratch(triton: KernelSet) -> None:
     """As the steps of a drafter do: of several sizes, one after the other, with what they read renewed between runs."""
-    scratch, graphs = make_scratch(64, DEVICE), GraphCache(DEVICE)
+    scratch, graphs = make_scratch(64, DEVICE), GraphCache(DEVICE, 8)
     logits, out = torch.empty((64, 128256), device=DEVICE), junk(64)
     generator = torch.Generator(DEVICE).manual_seed(1)
     for _ in range(10):

@@ -15,7 +15,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-import target_service.server
+import serving.server
 from engine.config_file import parse_section
 from engine.errors import ConfigError, IntegrityError
 from protos import common_pb2
@@ -227,7 +227,7 @@ def test_a_call_too_many_is_refused_at_once(
     local_target: Callable[..., LocalTarget], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stream holds a thread: a call that found none would wait for one without end."""
-    monkeypatch.setattr(target_service.server, "MAX_STREAMS", 2)
+    monkeypatch.setattr(serving.server, "MAX_STREAMS", 2)
     address, _ = local_target()
     with Gateway(address), Gateway(address):
         third = Gateway(address, hello=False)

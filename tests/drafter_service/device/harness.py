@@ -16,6 +16,7 @@ from drafter_service.device.steps import DeviceSteps
 from drafter_service.messages import Admission, RowRequest, StepReport, StepRequest
 from drafter_service.residency import Resident, Residents
 from drafter_service.speculator import Speculator
+from engine.device_deadline import DeviceDeadline
 from kernels.kernel_set import kernels_for
 from tests.drafter_service.fake_target import FakeRequest, FakeTarget
 
@@ -26,7 +27,7 @@ class HeldCompletions(Completions):
     """Steps are done when `release` is called."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: None)
+        super().__init__(lambda: None, DeviceDeadline(None, lambda _: None))
         self.held: list[Pending] = []
 
     def add(self, step: Pending) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,18 @@ from drafter_service.assembly import (
     make_speculator,
 )
 from drafter_service.config import DrafterConfig
+from drafter_service.device.making import make_program
+from drafter_service.draft_model import DraftModelSpeculator
 from drafter_service.eagle3.config import write_config
+from drafter_service.eagle3.head import Eagle3Head
 from drafter_service.eagle3.speculator import Eagle3Speculator
 from drafter_service.messages import Admission, RowRequest, StepRequest
+from drafter_service.ngram import NgramSpeculator
+from drafter_service.speculator import Speculator
 from engine.decoder import Decoder
 from engine.errors import ConfigError
-from tests.drafter_service.conftest import LAYERS, head_config
+from tests.drafter_service.conftest import LAYERS, SETTINGS, head_config
+from tests.drafter_service.device.harness import ALL_SIZES
 from tests.drafter_service.fake_target import FakeTarget
 from tests.drafter_service.harness import prompt_of
 
@@ -42,32 +49,41 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "host"),
-        ({"device": "cuda", "attention": "triton", "method": "eagle3"}, "device"),
-        ({"device": "cuda:1", "attention": "triton", "method": "draft_model"}, "device"),
-        ({"device": "cuda", "attention": "triton", "method": "eagle3", "execution": "host"}, "host"),
-        ({"device": "cuda", "attention": "torch", "method": "eagle3"}, "host"),
-        ({"device": "cuda", "attention": "flashinfer", "method": "eagle3"}, "host"),
-        ({"device": "cuda", "attention": "triton", "method": "ngram"}, "host"),
-        ({"attention": "reference", "method": "eagle3"}, "host"),
-        ({"attention": "reference", "method": "eagle3", "execution": "device"}, "device"),
+        ({"device": "cuda", "attention": "triton"}, "device"),
+        ({"device": "cuda:1", "attention": "triton"}, "device"),
+        ({"device": "cuda", "attention": "triton", "execution": "host"}, "host"),
+        ({"attention": "reference"}, "host"),
+        ({"attention": "reference", "execution": "device"}, "device"),
     ],
 )
-def test_execution(settings: dict[str, Any], expected: str) -> None:
-    assert execution_of(DrafterConfig(**settings)) == expected
+def test_execution(make_eagle3: Callable[..., Speculator], settings: dict[str, Any], expected: str) -> None:
+    """With an attention that asks the host for nothing: `reference` here, where there is no GPU."""
+    assert execution_of(DrafterConfig(method="eagle3", **settings), make_eagle3()) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "detail"),
-    [
-        ({"execution": "device", "method": "ngram"}, "ngram"),
-        ({"execution": "device", "method": "eagle3", "attention": "torch"}, "torch"),
-        ({"metadata_shadow": True}, "metadata_shadow"),
-    ],
-)
-def test_what_cannot_be_had(settings: dict[str, Any], detail: str) -> None:
-    with pytest.raises(ConfigError, match=detail):
-        execution_of(DrafterConfig(**settings))
+def test_what_asks_the_host_runs_there(head: Eagle3Head, decoder: Decoder) -> None:
+    """The backend says so, and nobody keeps a list of those that do."""
+    head.pack()
+    for device in ("cpu", "cuda"):
+        for execution in ("auto", "device"):
+            for speculator, reason in (
+                (NgramSpeculator(1, 3, 7), "method ngram reads tokens"),
+                (Eagle3Speculator(head, LAYERS, SETTINGS), "attention 'torch' needs"),
+                (DraftModelSpeculator(decoder, SETTINGS), "attention 'torch' needs"),
+            ):
+                config = DrafterConfig(device=device, execution=execution)
+                if execution == "auto":
+                    assert execution_of(config, speculator) == "host"
+                    continue
+                with pytest.raises(ConfigError, match=reason):
+                    execution_of(config, speculator)
+                with pytest.raises(ConfigError, match=reason):
+                    make_program(speculator, ALL_SIZES)
+
+
+def test_a_shadow_of_nothing_cannot_be_had(make_eagle3: Callable[..., Speculator]) -> None:
+    with pytest.raises(ConfigError, match="metadata_shadow"):
+        execution_of(DrafterConfig(metadata_shadow=True), make_eagle3())
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cpu:0", ""])

@@ -31,6 +31,7 @@ from drafter_service.messages import (
 from drafter_service.ngram import NgramSpeculator
 from drafter_service.streams import GatewayStream, Inboxes
 from engine.decoder import Decoder
+from engine.device_deadline import DeviceDeadline
 from engine.outbox import Outbox
 from tests.drafter_service.conftest import LAYERS
 from tests.drafter_service.device.harness import ALL_SIZES
@@ -55,8 +56,8 @@ class SlowDevice(Completions):
 
     made: list[SlowDevice]
 
-    def __init__(self, on_done: Callable[[], None]) -> None:
-        super().__init__(on_done)
+    def __init__(self, on_done: Callable[[], None], deadline: DeviceDeadline) -> None:
+        super().__init__(on_done, deadline)
         self.go_on = threading.Semaphore(0)
         SlowDevice.made.append(self)
 
@@ -67,9 +68,10 @@ class SlowDevice(Completions):
 class Service:
     """A device thread with one stream and one channel."""
 
-    def __init__(self, target: FakeTarget, speculator: Eagle3Speculator) -> None:
+    def __init__(self, target: FakeTarget, speculator: Eagle3Speculator, deadline_s: float | None = None) -> None:
         self.target = target
         self.inboxes = Inboxes(64)
+        self.deadline = DeviceDeadline(deadline_s, lambda reason: self.device.lose(reason))
         info = ServiceInfo("instance", "drafter", speculator.method, 7, "0", 512)
         program = make_program(speculator, ALL_SIZES)
         self.core = DrafterCore(
@@ -78,9 +80,11 @@ class Service:
             speculator.settings.num_seats,
             5.0,
             lambda *_: None,
-            lambda residents: make_device_steps(program, speculator.needs, residents, 5.0, self.inboxes.nudge),
+            lambda residents: make_device_steps(
+                program, speculator.needs, residents, 5.0, self.inboxes.nudge, self.deadline
+            ),
         )
-        self.device = DeviceThread(self.core, self.inboxes, None, check_integrity=True)
+        self.device = DeviceThread(self.core, self.inboxes, None, check_integrity=True, deadline=self.deadline)
         self.stream = GatewayStream(1, Outbox(64, on_overflow=lambda: None))
         self.detached = threading.Event()
         assert target.local is not None
@@ -130,8 +134,8 @@ class Service:
 def serve(make_eagle3: MakeEagle3, decoder: Decoder) -> Iterator[Callable[..., Service]]:
     made: list[Service] = []
 
-    def make() -> Service:
-        made.append(Service(FakeTarget(decoder, LAYERS, kind="local"), make_eagle3()))
+    def make(deadline_s: float | None = None) -> Service:
+        made.append(Service(FakeTarget(decoder, LAYERS, kind="local"), make_eagle3(), deadline_s))
         return made[-1]
 
     yield make
@@ -221,6 +225,17 @@ def test_a_device_that_fails_ends_the_thread(
     monkeypatch.setattr(SlowDevice, "add", broken)
     service.step(3)
     assert service.device.failed.wait(5.0)
+
+
+def test_a_device_that_never_comes_back_is_lost(serve: Callable[..., Service], slow_device: type[SlowDevice]) -> None:
+    """Whoever waits for it is stuck, and the service ends all the same: the process can."""
+    service = serve(deadline_s=2.0)
+    service.admit("r", prompt_of(6, 1))
+    wait_for_reply(service, service.step(3))
+    assert service.device.failed.wait(10.0)
+    assert service.device.device_error == "a step is not done after 2 s"
+    assert not service.device.submit(service.stream, ReleaseRequest("r", 1))
+    slow_device.made[0].go_on.release()
 
 
 def test_which_errors_are_the_device_s() -> None:

@@ -131,6 +131,7 @@ def make_app(
     return create_app(
         dispatcher=dispatcher,
         served=model or served(dispatcher.tokenizer),
+        max_draft_len=7,
         status=status,
         registry=CollectorRegistry(),
         version="0",

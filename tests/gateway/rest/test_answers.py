@@ -260,7 +260,7 @@ async def test_models_health_metrics_and_docs(dispatcher: fakes.FakeDispatcher) 
     reports = [fakes.ready(), GatewayStatus((ServiceStatus("h:1", "target", "lost", "gone"),), 0, 4, False)]
     async with fakes.client(fakes.make_app(dispatcher, status=lambda: reports[0])) as http:
         models = (await http.get("/v1/models")).json()
-        assert [model["id"] for model in models["data"]] == [fakes.MODEL]
+        assert [(model["id"], model["max_draft_len"]) for model in models["data"]] == [(fakes.MODEL, 7)]
         assert (await http.get(f"/v1/models/{fakes.MODEL}")).json()["object"] == "model"
         missing = await http.get("/v1/models/no/such")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

@@ -185,6 +185,32 @@ async def test_a_client_that_leaves_before_the_stream_begins_closes_what_it_read
     assert closed.is_set()
 
 
+async def test_a_client_that_stops_reading_is_not_waited_for() -> None:
+    closed = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"more"
+
+    async def close() -> None:
+        closed.set()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == 4:
+            await asyncio.Event().wait()
+
+    await asyncio.wait_for(EventStream(events(), close, send_deadline_s=0.1)({"type": "http"}, receive, send), 5)
+    assert closed.is_set()
+    assert len(sent) == 4
+
+
 async def test_a_body_that_does_not_come_is_not_waited_for(url: str) -> None:
     async def body() -> AsyncGenerator[bytes, None]:
         yield b'{"prompt": '

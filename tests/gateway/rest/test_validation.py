@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gateway.rest.problems import ApiError
@@ -140,7 +140,6 @@ BAD_ANYWHERE: list[tuple[str, str]] = [
     ('"stop_token_ids": [-1]', "stop_token_ids[0]"),
     ('"stop_token_ids": [0, 99999]', "stop_token_ids[1]"),
     ('"draft_len": -1', "draft_len"),
-    ('"draft_len": 2000', "draft_len"),
     ('"draft_len": "4"', "draft_len"),
     ('"stream": "yes"', "stream"),
     ('"stream": 1', "stream"),
@@ -351,6 +350,7 @@ def test_no_body_gets_a_500(path: str, schema: type[CompletionRequest] | type[Ch
 
 
 @given(st.binary(max_size=64) | json_values.map(lambda value: json.dumps(value).encode()))
+@example(b'{"": 18446744073709551616}')
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_are_refused_by_name(body: bytes) -> None:
     for schema in (CompletionRequest, ChatCompletionRequest):

@@ -6,10 +6,12 @@ import threading
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from target_service.channels import OpenChannel, TargetChannels
 from target_service.device.marks import Marks
 from target_service.device_thread import DeviceThread
-from target_service.messages import RowRequest, StepReply, StepRequest
+from target_service.messages import ReleaseRequest, RowRequest, StepReply, StepRequest
 from tests.target_service.device.bench import Bench, Request
 
 WAIT_S = 10.0
@@ -78,6 +80,74 @@ def test_who_watches_does_not_wait_for_what_was_completed_meanwhile(tiny_dir: Pa
     finally:
         for gate in gates:
             gate.set()
+        thread.stop(WAIT_S)
+
+
+class _Stuck:
+    """The device never comes back, or not before the test ends."""
+
+    def __init__(self, end: threading.Event) -> None:
+        self._end = end
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._end.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("depth", [4, 1])
+def test_a_device_that_never_comes_back_is_lost(tiny_dir: Path, depth: int) -> None:
+    """Found by whoever only waits for the step, and where the device thread itself waits, in completing the step before
+    it launches another. Both stay stuck, and what is asked for meanwhile waits for nobody.
+    """
+    bench = Bench(tiny_dir, channel_depth=4)
+    runner = bench.engine.device_runner
+    assert runner is not None
+    runner.max_in_flight = depth
+    bench.core.channels = cast(TargetChannels, _NoChannels())
+    end, failed = threading.Event(), threading.Event()
+    runner.make_landing = lambda marks: _Stuck(end)
+    bench.admit(Request("a", [5, 6, 7], 30).admission())
+    thread = DeviceThread(bench.core, 8, None, failed.set, deadline_s=2.0)
+    thread.start()
+    try:
+        for seq in (1, 2):
+            row = RowRequest("a", 1, *((0, 3) if seq == 1 else (4, 1)), 0, 0, True)
+            assert thread.submit(bench.stream, StepRequest(seq, "", 0, (row,), 0, 100, ahead=3))
+        assert failed.wait(WAIT_S)
+        assert thread.lost.endswith("is not done after 2 s")
+        assert not thread.submit(bench.stream, ReleaseRequest("a", 1))
+    finally:
+        end.set()
+        thread.stop(WAIT_S)
+
+
+def test_a_device_that_takes_its_time_is_not_lost(tiny_dir: Path) -> None:
+    """Each step has the whole time, from when the one before it was done."""
+    bench = Bench(tiny_dir, channel_depth=4)
+    runner = bench.engine.device_runner
+    assert runner is not None
+    bench.core.channels = cast(TargetChannels, _NoChannels())
+
+    class Slow(_Stuck):
+        def wait(self) -> None:
+            threading.Event().wait(0.6)
+
+    runner.make_landing = lambda marks: Slow(threading.Event())
+    bench.admit(Request("a", [5, 6, 7], 30).admission())
+    thread = DeviceThread(bench.core, 8, None, lambda: None, deadline_s=2.0)
+    thread.start()
+    try:
+        for seq in range(1, 5):
+            row = RowRequest("a", 1, *((0, 3) if seq == 1 else (seq + 2, 1)), 0, 0, True)
+            assert thread.submit(bench.stream, StepRequest(seq, "", 0, (row,), 0, 100, ahead=3))
+        for seq in range(1, 5):
+            reply = bench.stream.outbox.take(WAIT_S)
+            assert isinstance(reply, StepReply)
+            assert reply.seq == seq
+        assert thread.lost == ""
+    finally:
         thread.stop(WAIT_S)
 
 

@@ -1,0 +1,106 @@
+"""How does a service listen for RPCs, and say how it is?
+
+A gRPC server with the service itself, health ("" and the service's name) and reflection. Stopping takes steps, between
+which the service ends what is its own: say NOT_SERVING, `drain`, `stop`, `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from engine.errors import ConfigError
+from serving.streams import next_message
+
+MAX_MESSAGE_BYTES = 1 << 30
+# Every stream holds a thread of the pool for as long as it lasts, apart from health's.
+MAX_STREAMS = 64
+STOP_GRACE_S = 2.0
+DRAIN_POLL_S = 0.05
+REFLECTION_S = 10.0  # between two questions on one stream
+
+
+class RpcServer:
+    """Owner of the gRPC server, from its port on."""
+
+    def __init__(self, listen: str, key: str, service_name: str, add_servicer: Callable[[grpc.Server], None]) -> None:
+        """Bind HOST:PORT. key: the config's, which a ConfigError names when the address cannot be had. add_servicer:
+        registers the service.
+        """
+        self._service_name = service_name
+        self._health = health.HealthServicer()
+        self._pool = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="rpc")
+        self._server = grpc.server(
+            self._pool,
+            maximum_concurrent_rpcs=MAX_STREAMS,  # one more is refused; it would wait for a thread without a deadline
+            options=(
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),  # a second service on the same port fails instead of sharing its calls
+                # A peer that vanished without a word holds what it has no longer than this.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ),
+        )
+        add_servicer(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(names), self._server)
+        host = listen.rpartition(":")[0]
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ConfigError(key, f"cannot listen on {listen}: in use or not ours") from error
+        self.address = f"{host}:{port}"
+
+    def start(self) -> None:
+        """Take calls, and say SERVING."""
+        self._server.start()
+        for name in ("", self._service_name):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def say_not_serving(self) -> None:
+        """From now on, whatever comes. Idempotent; any thread."""
+        self._health.enter_graceful_shutdown()
+
+    def stop(self) -> None:
+        """Take no more calls, and end those that are under way soon. Blocks until they have."""
+        self._server.stop(STOP_GRACE_S).wait()
+
+    def close(self) -> None:
+        """After `stop`: let the threads go."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Reflection:
+    """grpc's own, which would let a peer that asks nothing hold its thread for ever."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._answers: Any = reflection.ReflectionServicer(names)
+
+    def ServerReflectionInfo(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """See grpc's."""
+
+        def questions() -> Iterator[Any]:
+            while (question := next_message(request_iterator, REFLECTION_S)) is not None:
+                yield question
+
+        try:
+            yield from self._answers.ServerReflectionInfo(questions(), context)
+        except TimeoutError as error:
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+
+
+def drain(num_resident: Callable[[], int], deadline_s: float, failed: threading.Event) -> None:
+    """Wait until no request is resident, the service has failed, or the deadline has passed."""
+    ends = time.monotonic() + deadline_s
+    while num_resident() and (left_s := ends - time.monotonic()) > 0 and not failed.is_set():
+        failed.wait(min(DRAIN_POLL_S, left_s))  # the device thread tells nobody when it becomes idle

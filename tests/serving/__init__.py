@@ -1,0 +1,1 @@
+"""Tests of what the two services share as gRPC servers."""
