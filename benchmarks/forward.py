@@ -50,6 +50,10 @@ def fewer_stages(gated_only: bool, num_stages: int) -> Callable[[tuple[int, int,
     return change
 
 
+def launched(trigger: int | None, ahead: int) -> Callable[[tuple[int, int, bool], Any], Any]:
+    return lambda shape, tiling: replace(tiling, trigger=trigger, ahead=ahead)
+
+
 VARIANTS = [
     Variant("torch's products, one after the other", choice="torch", overlap=False),
     Variant("torch's products", choice="torch"),
@@ -57,6 +61,9 @@ VARIANTS = [
     Variant("chosen"),
     Variant("gate and up in 3 stages", change=fewer_stages(True, 3)),
     Variant("all in 3 stages", change=fewer_stages(False, 3)),
+    Variant("next at the start", change=launched(None, 0)),
+    Variant("next 2 turns early", change=launched(2, 0)),
+    Variant("that, 512 bytes ahead", change=launched(2, 512)),
 ]
 
 

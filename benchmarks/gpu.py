@@ -20,8 +20,11 @@ from benchmarks.sections import ROOT, Result, Section, report, summary_line
 from benchmarks.shared_gpu import has_gpu
 
 SHAPE, HEAD_SHAPE = "configs/shapes/llama-3-8b", "configs/shapes/llama-3-8b-eagle3"
-KERNEL_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "small", "tests/gpu/test_kernels_gpu.py")
-SANITIZER = ("compute-sanitizer", "--target-processes", "application-only", "--error-exitcode", "9", "--tool")
+KERNEL_TESTS = (
+    *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "small"),
+    *("tests/gpu/test_kernels_gpu.py", "tests/gpu/test_step_kernels_gpu.py"),
+)
+SANITIZER = ("compute-sanitizer", "--target-processes", "application-only", "--error-exitcode", "9")
 
 
 def step_headline(result: Result) -> str:
@@ -78,7 +81,17 @@ def profile_headline(result: Result) -> str:
 
 
 def sanitized_headline(result: Result) -> str:
-    return f"{result['tool']}: errors {result['errors']}, {result['steps']} steps, {result['missed']} missed"
+    passes = [
+        f"{name}: errors {each['errors']}, {each['steps']} steps, {each['missed']} missed"
+        for name, each in result.items()
+        if name != "tool"
+    ]
+    return f"{result['tool']}, " + "; ".join(passes)
+
+
+def sanitizer(tool: str, port: int) -> tuple[str, ...]:
+    """The command. port: the first that it may listen at; several of them run side by side."""
+    return (*SANITIZER, "--tool", tool, "--port", str(port))
 
 
 def sections() -> dict[str, Section]:
@@ -97,9 +110,9 @@ def sections() -> dict[str, Section]:
         "serve": Section(("-m", "benchmarks.serve_gpu"), 140, serve_headline),
         "drafter-kill": Section(("-m", "benchmarks.drafter_kill"), 80, kill_headline),
         "kernels": Section(("-m", "benchmarks.kernels", "--repeats", "15"), 90, kernels_headline),
-        "memcheck-kernels": Section(KERNEL_TESTS, 110, summary_line, (*SANITIZER, "memcheck"), timed=False),
-        "racecheck-kernels": Section(KERNEL_TESTS, 110, summary_line, (*SANITIZER, "racecheck"), timed=False),
-        "memcheck-served": Section(("-m", "benchmarks.sanitized_step"), 150, sanitized_headline, timed=False),
+        "memcheck-kernels": Section(KERNEL_TESTS, 110, summary_line, sanitizer("memcheck", 50_152), timed=False),
+        "racecheck-kernels": Section(KERNEL_TESTS, 110, summary_line, sanitizer("racecheck", 51_152), timed=False),
+        "memcheck-served": Section(("-m", "benchmarks.sanitized_step"), 200, sanitized_headline, timed=False),
     }
 
 

@@ -216,6 +216,10 @@ def sampling_cases(rows: int) -> list[Case]:
     def logits(count: int) -> torch.Tensor:
         return random(count, VOCAB, dtype=torch.float32)
 
+    def best() -> Any:
+        scratch, out = torch.zeros((rows, 2), dtype=torch.int64, device=DEVICE), torch.empty_like(index[:rows])
+        return pair("argmax", "argmax", (logits(rows), None, scratch, out))
+
     def sample() -> Any:
         return pair("sampling", "gumbel_sample", (logits(rows), one[:rows], index[:rows], index[:rows], 3))
 
@@ -235,6 +239,7 @@ def sampling_cases(rows: int) -> list[Case]:
 
     read = VOCAB * 4
     return [
+        Case(f"argmax, {rows} rows", rows * read, best),
         Case(f"gumbel_sample, {rows} rows", rows * read, sample),
         Case(f"filter_logits (top-k and top-p), {rows} rows", 2 * rows * read, filters),
         Case(f"verify_greedy, {rows} rows", logit_rows * read, greedy),

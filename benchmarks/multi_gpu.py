@@ -6,8 +6,9 @@ In one run, each a process of its own with a time limit: a target of 1, 2, ... r
 billion parameters: prompts of 2k, 16k and 64k, decode steps of 1 to 256 rows, time in collectives, speed-up); a hop
 from one GPU to another through CUDA IPC memory and flags; steps with the drafter on the second GPU beside the same code
 in one process, and with two halves of the rows in turn; the drafter, then the target killed under load with a GPU for
-each. Raw output and JSON under `--out`, a table, then JSON. NVLink multicast stays off. `--dry-run` does all of it on
-the CPU, with tiny shapes, over gloo and shared memory, to try the script.
+each; steps of two ranks with a drafter beside the first. Raw output and JSON under `--out`, a table, then JSON. NVLink
+multicast stays off. `--dry-run` does all of it on the CPU, with tiny shapes, over gloo and shared memory, to try the
+script.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def real(num_gpus: int, execution: str) -> dict[str, Section]:
     sizes = [str(size) for size in (1, 2, 4, 8) if size <= num_gpus]
     shape = ("--model", SHAPE, "--load-format", "dummy")
     across = ("--device", "cuda:0", "--drafter-device", "cuda:1", "--head", HEAD_SHAPE, "--accept", "2.5")
+    beside = ("--device", "cuda:0", "--drafter-device", "cuda:0", "--pcp-size", "2")
     return {
         "hop": Section(("-m", "benchmarks.hop", "--devices", "cuda:0", "cuda:1"), 60, hop_headline, env=NO_MULTICAST),
         "pcp": Section(
@@ -56,6 +58,15 @@ def real(num_gpus: int, execution: str) -> dict[str, Section]:
         ),
         "faults-across": Section(
             FAULTS, 120, summary_line, env={**NO_MULTICAST, "OUTRIDER_TEST_DRAFTER_DEVICE": "cuda:1"}
+        ),
+        "step-ranks": Section(
+            (
+                *("-m", "benchmarks.step", *shape, *beside),
+                *("--head", HEAD_SHAPE, "--accept", "2.5", "--batches", "16", "64", "--ways", "ad", "--rounds", "1"),
+            ),
+            120,
+            step_headline,
+            env=NO_MULTICAST,
         ),
     }
 
@@ -83,6 +94,14 @@ def dry(execution: str) -> dict[str, Section]:
             step_headline,
         ),
         "faults-across": Section(FAULTS, 200, summary_line, env={"OUTRIDER_TEST_DEVICE": "cpu"}),
+        "step-ranks": Section(
+            (
+                *("-m", "benchmarks.step", *cpu, "--batches", "4", "--ways", "ad", "--rounds", "1", "--steps", "24"),
+                *("--pcp-size", "2"),
+            ),
+            120,
+            step_headline,
+        ),
     }
 
 

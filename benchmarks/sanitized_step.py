@@ -2,9 +2,11 @@
 
     python -m benchmarks.sanitized_step [--tool memcheck]
 
-A tiny model; each service runs under compute-sanitizer, on one GPU without MPS (which the tool does not support). One
-request is placed, its prompt runs in chunks, then decode steps run ahead with drafts, captured graphs included. Ends
-with the number of errors by service, as JSON; exit status 1 when there are any. Needs a GPU and compute-sanitizer.
+A tiny model; each service runs under compute-sanitizer, on one GPU without MPS (which the tool does not support). Two
+requests are placed, their prompts run in chunks, then decode steps run ahead with drafts. Twice: through captured
+graphs; and with no graphs but an allocation of its own for every tensor, so that the tool sees where each one ends (a
+capture cannot allocate so). Ends with the number of errors by service, as JSON; exit status 1 when there are any. Needs
+a GPU and compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,11 @@ SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) ha
 DEADLINE_MS = 60_000  # everything is slow under the tool
 NUM_STEPS = 6
 DRAFT_LEN = 3
+# By name: settings of both services, and of their environment.
+PASSES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "graphs": ({}, {}),
+    "bounds": ({"cuda_graphs": False}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+}
 
 
 async def serve(services: Services) -> Timeline:
@@ -47,6 +55,39 @@ def errors(log: str) -> int | None:
     return sum(found) if found else None
 
 
+def run_pass(
+    scratch: Path, model: str, settings: Mapping[str, Any], env: Mapping[str, str], wrapper: Sequence[str]
+) -> dict[str, Any]:
+    """One run of both services; what the tool says of them is printed."""
+    both: dict[str, Any] = {
+        "device": "cuda",
+        "attention": "triton",
+        "channel_kinds": ["cuda_ipc"],
+        "num_seats": 2,
+        "graph_rows": [1, 2],  # each takes seconds to capture under the tool
+        "num_blocks": 32,
+        "heartbeat_deadline_s": 30.0,
+        **settings,
+    }
+    target = {**both, "max_step_tokens": 48, "max_wait_ms": DEADLINE_MS}
+    drafter = {**both, "method": "eagle3", "random_head": {"seed": 1}, "max_draft_len": DRAFT_LEN}
+    services = Services(scratch, model, target, drafter, env, wrapper)
+    with services:
+        services.wait_ready()
+        timeline = asyncio.run(serve(services))
+    logs = {name: services.log(name, 1 << 20) for name in services.names}
+    counts = {name: errors(log) for name, log in logs.items()}
+    for name, log in logs.items():
+        marked = [line for line in log.splitlines() if line.startswith("=========")]
+        print(f"--- {scratch.name}, {name}: {counts[name]} errors", *marked[:60], sep="\n")
+    return {
+        "errors": counts,
+        "steps": len(timeline.results),
+        "tokens": timeline.num_tokens,
+        "missed": timeline.missed,
+    }
+
+
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,37 +98,14 @@ def main() -> None:
         print(json.dumps({"errors": None}))
         return
     wrapper = [SANITIZER, "--tool", options.tool, "--target-processes", "application-only"]
-    both: dict[str, Any] = {
-        "device": "cuda",
-        "attention": "triton",
-        "channel_kinds": ["cuda_ipc"],
-        "num_seats": 2,
-        "num_blocks": 32,
-        "heartbeat_deadline_s": 30.0,
-    }
-    target = {**both, "max_step_tokens": 48, "max_wait_ms": DEADLINE_MS}
-    drafter = {**both, "method": "eagle3", "random_head": {"seed": 1}, "max_draft_len": DRAFT_LEN}
-    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that every tensor has bounds of its own
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_tiny_model(Path(scratch) / "model")
-        services = Services(Path(scratch), str(model), target, drafter, env, wrapper)
-        with services:
-            services.wait_ready()
-            timeline = asyncio.run(serve(services))
-        logs = {name: services.log(name, 1 << 20) for name in services.names}
-    counts = {name: errors(log) for name, log in logs.items()}
-    for name, log in logs.items():
-        marked = [line for line in log.splitlines() if line.startswith("=========")]
-        print(f"--- {name}: {counts[name]} errors", *marked[:60], sep="\n")
-    result = {
-        "tool": options.tool,
-        "errors": counts,
-        "steps": len(timeline.results),
-        "tokens": timeline.num_tokens,
-        "missed": timeline.missed,
-    }
-    print(json.dumps(result))
-    if any(counts.values()) or None in counts.values():
+        model = str(make_tiny_model(Path(scratch) / "model"))
+        for name, (settings, env) in PASSES.items():
+            results[name] = run_pass(Path(scratch) / name, model, settings, env, wrapper)
+    print(json.dumps({"tool": options.tool, **results}))
+    counts = [count for result in results.values() for count in result["errors"].values()]
+    if any(counts) or None in counts:
         sys.exit(1)
 
 

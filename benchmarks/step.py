@@ -5,7 +5,8 @@
 Four ways, in turn, over the same rows (long-running decode, all of one context length):
   a  the split, run-ahead: target and drafter processes, `--depth` plans under way
   b  the split, lockstep: the same processes, a plan leaves when the verdict before it has come
-  c  one process: target and drafter code on one stream, the channel in its own memory, as far ahead as in a
+  c  one process: target and drafter code on one stream of `--device`, the channel in its own memory, as far ahead as
+     in a
   d  no drafting: the target alone
   e  the split, run-ahead, the rows in two halves that take turns: one is drafted for while the other is verified
      (counted per step of all rows; of use where the drafter has a GPU of its own)
@@ -69,12 +70,13 @@ async def measure(
     samples: dict[int, dict[str, list[Sample]]] = {}
     async with contextlib.AsyncExitStack() as stack:
         env = {}
-        if setting.drafter_device == setting.device:
+        if setting.shares_gpu:
             env = stack.enter_context(shared_gpu(device))
         services = stack.enter_context(Services(scratch / "split", str(setting.model), target, drafter, env))
         one = None
         if "c" in setting.ways:
-            one = stack.enter_context(OneProcess(scratch / "one", str(setting.model), target, drafter))
+            together = {**drafter, "device": setting.device}
+            one = stack.enter_context(OneProcess(scratch / "one", str(setting.model), target, together))
         if device.type == "cuda":
             torch.zeros(1, device=device)  # this process's own start, beside theirs
         services.wait_ready()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.plan_driver import Load
 from benchmarks.shared_gpu import has_gpu
 from drafter_service.eagle3.config import Eagle3Config
@@ -52,6 +54,14 @@ class Setting:
     def max_new_tokens(self) -> int:
         """Of a request: all its steps, every draft accepted, and the bounds of what is under way."""
         return (self.steps + WARM_STEPS + self.depth + 2) * (self.draft_len + 1)
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether the drafter has its GPU together with a rank of the target."""
+        first, drafter = (torch.device(name) for name in (self.device, self.drafter_device))
+        if "cpu" in (first.type, drafter.type):
+            return False
+        return 0 <= (drafter.index or 0) - (first.index or 0) < self.pcp_size
 
     def sections(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The config sections of target and drafter."""

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.reference.take_entry import EntryTensors, TakenLayout, TakenRows
 from kernels.reference.verify import Verdict
 
 
@@ -57,7 +58,16 @@ class KernelSet:
     take_drafts: Callable[..., None]
     commit_rows: Callable[..., None]
     write_ring_entry: Callable[..., None]
+    # A step of the drafter, from the ring entry to the reply.
+    take_entry: Callable[
+        [EntryTensors, Tensor, Tensor, int, int, int, int, int, Tensor, Tensor, Tensor, TakenRows, TakenLayout | None],
+        None,
+    ]
+    append_anchors: Callable[[TakenRows, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    head_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    finish_reply: Callable[[Tensor, int, int, int, Tensor, TakenRows, Tensor, Tensor, Tensor, Tensor | None], None]
     # From logits to tokens.
+    argmax: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
     apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     apply_bias: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -85,6 +95,11 @@ _MODULES = {
     "take_drafts": "take_drafts",
     "commit_rows": "commit_rows",
     "write_ring_entry": "ring_entry",
+    "take_entry": "take_entry",
+    "append_anchors": "append_anchors",
+    "head_inputs": "head_inputs",
+    "finish_reply": "finish_reply",
+    "argmax": "argmax",
     "apply_penalties": "sampling",
     "apply_bias": "sampling",
     "filter_logits": "sampling",

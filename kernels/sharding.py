@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.layout import BoolArray, Int32Array, Int64Array, IntArray, make_query_start_loc
+from kernels.layout import Int32Array, Int64Array, IntArray, make_query_start_loc
 
 # What a token costs beside attention, in query-key pairs: the linear layers' operations over those of one pair. Right
 # for dense models of some 8B parameters; whoever knows the model passes its own figure.
@@ -62,16 +62,13 @@ class StepShards:
     """A step over P ranks.
 
     padded_tokens: length of every rank's local batch in `gathered`. restore_index: [T] int64,
-    `step = gathered[restore_index]`. gather_index: [P * padded_tokens] int64, `gathered = step[gather_index]`, 0 where
-    padded. write_mask: [P * padded_tokens] bool, False where padded. token_work: what a token weighs beside its pairs.
+    `step = gathered[restore_index]`. token_work: what a token weighs beside its pairs.
     """
 
     ranks: tuple[RankShard, ...]
     num_tokens: int
     padded_tokens: int
     restore_index: Int64Array
-    gather_index: Int64Array
-    write_mask: BoolArray
     token_work: int
 
     @property
@@ -137,7 +134,7 @@ def shard_step(
     shards = tuple(
         _rank_shard(sorted(whole[rank]), pieces[rank], contexts, lens, starts, pairs[rank]) for rank in range(num_ranks)
     )
-    return _with_indices(shards, int(starts[-1]), padded_sizes, token_work)
+    return _with_restore_index(shards, int(starts[-1]), padded_sizes, token_work)
 
 
 def _pieces(query_len: int, num_ranks: int) -> list[tuple[int, int, int]]:
@@ -184,20 +181,15 @@ def _rank_shard(
     )
 
 
-def _with_indices(
+def _with_restore_index(
     shards: tuple[RankShard, ...], num_tokens: int, padded_sizes: Sequence[int], token_work: int
 ) -> StepShards:
     largest = max(shard.num_tokens for shard in shards)
     padded_tokens = next((size for size in padded_sizes if size >= largest), largest)
     restore_index = np.zeros(num_tokens, dtype=np.int64)
-    gather_index = np.zeros(len(shards) * padded_tokens, dtype=np.int64)
-    write_mask = np.zeros(len(shards) * padded_tokens, dtype=np.bool_)
     for rank, shard in enumerate(shards):
-        begin, end = rank * padded_tokens, rank * padded_tokens + shard.num_tokens
-        restore_index[shard.tokens] = np.arange(begin, end, dtype=np.int64)
-        gather_index[begin:end] = shard.tokens
-        write_mask[begin:end] = True
-    return StepShards(shards, num_tokens, padded_tokens, restore_index, gather_index, write_mask, token_work)
+        restore_index[shard.tokens] = rank * padded_tokens + np.arange(shard.num_tokens, dtype=np.int64)
+    return StepShards(shards, num_tokens, padded_tokens, restore_index, token_work)
 
 
 def _largest_over_mean(values: list[int]) -> float:

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None, on_failure: Callable[[], object] = 
         if target is not None:
             target.close()
         print(f"target_service: {error}", file=sys.stderr)
-        return 2
+        return 1 if failed.is_set() else 2
     server.start()
     print(f"target ready on {server.address} {_what_it_is(target, config, model_name)}", flush=True)
     while not stop.wait(WATCH_S):

@@ -215,7 +215,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What one rank ran of a step. attention_work: query-key pairs."""
+    """What one rank ran of a step. attention_work: query-key pairs, with device execution at most so many."""
 
     num_tokens: int
     attention_work: int

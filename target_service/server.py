@@ -69,6 +69,8 @@ class TargetServer:
         except RuntimeError as error:
             raise ConfigError("target.listen", f"cannot listen on {config.listen}: in use or not ours") from error
         self.address = f"{host}:{port}"
+        if engine.ranks is not None:
+            engine.ranks.watch(self._fail)  # already now: warming up runs steps over them
 
     @property
     def lost(self) -> str:
@@ -81,8 +83,6 @@ class TargetServer:
         self._server.start()
         for name in ("", SERVICE_NAME):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        if self._target.engine.ranks is not None:
-            self._target.engine.ranks.watch(self._fail)
 
     def stop(self) -> None:
         """Drain and stop; after a failure there is nothing to drain. Blocks until everything is freed."""

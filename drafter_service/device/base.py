@@ -21,6 +21,7 @@ from engine.graphs import GraphCounts
 from engine.request_blocks import RequestBlocks
 from kernels.attention.interface import AttentionBackend
 from kernels.kernel_set import KernelSet
+from kernels.reference.argmax import make_scratch
 from kernels.reference.philox import DRAFT
 from kernels.reference.take_entry import TakenRows
 
@@ -51,6 +52,7 @@ class ProgramBase:
         # By step, so that the tokens of one step lie side by side.
         self._tokens = torch.zeros((self.max_draft_len, self.max_rows), dtype=torch.int64, device=device)
         self.drafts = self._tokens.t()
+        self._argmax_scratch = make_scratch(self.max_rows, device)
         self._settings = settings
         self._kernels = kernels
         self._options = options
@@ -89,10 +91,7 @@ class ProgramBase:
     def _choose(self, logits: torch.Tensor, step: int) -> None:
         """Draft `step` (from 0) of the first N rows, the best token. logits: [N, Vd] float32."""
         out = self._tokens[step, : logits.shape[0]]
-        if self._target_ids is None:
-            torch.argmax(logits, dim=-1, out=out)
-        else:
-            torch.index_select(self._target_ids, 0, logits.argmax(dim=-1), out=out)
+        self._kernels.argmax(logits, self._target_ids, self._argmax_scratch, out)
 
     def _draw(self, logits: torch.Tensor, taken: TakenRows, step: int, num_rows: int, reply: ReplyViews) -> None:
         """Draft `step`, drawn where the row's temperature is above 0, and the distributions of the first num_rows."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 import numpy as np
 import torch
@@ -43,7 +42,6 @@ class DraftModelProgram(ProgramBase):
         self._speculator = speculator
         self._decoder = decoder
         self._kv = speculator.kv
-        self._append_anchors = import_module(f"kernels.{kernels.name}.append_anchors").append_anchors
         device, most = decoder.device, self.max_tokens + self.max_rows
         self._metadata = DeviceMetadata(
             self.counts,
@@ -156,7 +154,7 @@ class DraftModelProgram(ProgramBase):
         starts, seq_lens = self._starts[: num_rows + 1], self._seq_lens[:num_rows]
         ids, positions = self._ids[:num_tokens], self._positions[:num_tokens]
         last_index = self._last_index[:num_rows]
-        self._append_anchors(taken, starts, seq_lens, ids, positions, last_index)
+        self._kernels.append_anchors(taken, starts, seq_lens, ids, positions, last_index)
         self._metadata.build(replace(taken, query_start_loc=starts, seq_lens=seq_lens, positions=positions))
         plans = self._plans(self._metadata.prefill(num_rows, num_tokens, max_query_len + 1))
         output = self._decoder.forward(self._known(ids, num_target_tokens), positions, plans, self._kv)

@@ -7,7 +7,6 @@ residual, rotation with the write of the KV. Nothing here waits for the device, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import cast
 
 import torch
@@ -43,7 +42,6 @@ class HeadRunner:
         self._embedding = head.embed_tokens
         # In float32 whatever the weights are: a position of some thousands times a rounded frequency is another angle.
         self._inv_freq = rotary_frequencies(head.config)[0].to(self.device)
-        self._head_inputs = import_module(f"kernels.{kernels.name}.head_inputs").head_inputs
         self._fc = _packed(head.fc)
         self._qkv = _packed(head.qkv_proj)
         self._out = _packed(head.o_proj)
@@ -117,7 +115,7 @@ class HeadRunner:
         """(q, k, v, not rotated; residual)."""
         head, config = self._head, self.config
         norms = (head.input_layernorm.weight, head.hidden_norm.weight)
-        inputs = self._head_inputs(token_ids, self._embedding, hidden, *norms, config.rms_eps)
+        inputs = self._kernels.head_inputs(token_ids, self._embedding, hidden, *norms, config.rms_eps)
         residual = inputs[:, config.hidden_size :] if config.norm_before_residual else hidden
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = self._qkv(inputs).view(-1, heads + 2 * kv_heads, config.head_dim)

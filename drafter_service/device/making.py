@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 from drafter_service.device.completion import Completions
 from drafter_service.device.draft_model import DraftModelProgram
@@ -35,16 +34,7 @@ def make_device_steps(
 ) -> DeviceSteps:
     """The runner of a program's steps, ready. on_done: called from another thread when steps are to be collected."""
     completions = Completions(on_done)
-    name = kernels_for(program.device).name
-    steps = DeviceSteps(
-        program,
-        needs,
-        residents,
-        max_wait_s,
-        completions,
-        import_module(f"kernels.{name}.take_entry").take_entry,
-        import_module(f"kernels.{name}.finish_reply").finish_reply,
-    )
+    steps = DeviceSteps(program, needs, residents, max_wait_s, completions, kernels_for(program.device))
     steps.warm_up()
     completions.start()
     return steps

@@ -29,6 +29,7 @@ from engine.channel.device import DeviceDrafterEnd, ReplyViews
 from engine.channel.interface import ChannelSpec, RingEntry
 from engine.channel.local import LocalChannel
 from engine.errors import ChannelError, IntegrityError, ProtocolError
+from kernels.kernel_set import KernelSet
 from kernels.reference import take_entry as take
 from kernels.reference.take_entry import EntryTensors
 
@@ -91,14 +92,13 @@ class DeviceSteps:
         residents: Residents,
         max_wait_s: float,
         completions: Completions,
-        take_entry: Callable[..., None],
-        finish_reply: Callable[..., None],
+        kernels: KernelSet,
     ) -> None:
         self._program = program
         self._residents = residents
         self._max_wait_s = max_wait_s
         self._completions = completions
-        self._take_entry, self._finish_reply = take_entry, finish_reply
+        self._kernels = kernels
         self._needs = needs
         self.host_times = HostTimes()
         on_gpu = program.device.type == "cuda"
@@ -140,11 +140,11 @@ class DeviceSteps:
             layout = None if program.layout is None else program.layout.sized(1, 1)
             plan = torch.full((take.PLAN_FIELDS, 1), -1, dtype=torch.int32, device=program.device)
             changes = self._plan[:0].view(2, 0)
-            self._take_entry(
+            self._kernels.take_entry(
                 *(_entry_tensors(header, entry), plan, changes, 1, 1, 1, spec.vocab_size, program.max_len),
                 *(self._seat_state, program.tables.device, reply.header, taken, layout),
             )
-            self._finish_reply(
+            self._kernels.finish_reply(
                 *(header, 1, 1, 1, program.drafts, taken, self._seat_state, reply.header),
                 *(reply.tokens, reply.has_probs),
             )
@@ -231,7 +231,7 @@ class DeviceSteps:
         builds, launches = program.counts.builds, program.counts.launches
         if follows:
             program.read_entry(shape, entry)
-        self._take_entry(
+        self._kernels.take_entry(
             _entry_tensors(header, entry),
             sent[:fields].view(take.PLAN_FIELDS, num_rows),
             sent[fields:].view(2, -1),
@@ -250,7 +250,7 @@ class DeviceSteps:
             program.follow(taken, shape, reply, spec.vocab_size, marks)
         else:
             marks.set(PREFILLED)
-        self._finish_reply(
+        self._kernels.finish_reply(
             header,
             plan.seq,
             spec.epoch,

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.overlap import gdc_launch_dependents, gdc_wait, overlap_options
+from kernels.triton.overlap import fetch_ahead, gdc_launch_dependents, gdc_launch_if, gdc_wait, overlap_options
 
 # Rows of x up to which these kernels make sense.
 MAX_ROWS = 64
@@ -26,6 +26,10 @@ MAX_ROWS = 64
 class SkinnyTiling:
     """block_out: outputs of a program (of each half, where the output is gated). block_in: inputs of one turn of its
     loop. splits: programs that share a tile's inputs. num_warps, num_stages: as Triton has them.
+
+    Where launches overlap: trigger: how many turns before its last a program lets the next launch in (0: after it);
+    None: at its start. ahead: bytes of each of its rows of weight that a program asks for while it waits for the launch
+    before; 0 or a multiple of 64.
     """
 
     block_out: int
@@ -33,6 +37,8 @@ class SkinnyTiling:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    trigger: int | None = None
+    ahead: int = 0
 
 
 # Sizes and x_stride are specialised: only what is known to be a multiple of 16 is copied to shared memory ahead of use.
@@ -55,15 +61,17 @@ def _skinny(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    NUM_THREADS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
+    TRIGGER: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """size_out: outputs written: half of the weight's rows where GATED. EVEN: size_in is a multiple of BLOCK_IN."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    """size_out: outputs written: half of the weight's rows where GATED. EVEN: size_in is a multiple of BLOCK_IN.
+    TRIGGER: -1: at the start. AHEAD: in elements.
+    """
     DOT: tl.constexpr = tl.float32 if WIDE else x_ptr.dtype.element_ty
     HALVES: tl.constexpr = 2 if GATED else 1
     tile = tl.program_id(0)
@@ -82,11 +90,31 @@ def _skinny(
     up_ptrs = weight_ptrs
     if GATED:
         up_ptrs += size_out.to(tl.int64) * size_in
+    if OVERLAP:
+        if TRIGGER < 0:
+            gdc_launch_dependents()
+        if AHEAD > 0:
+            # What is asked for too early only takes the turn of what the launch before still reads: so launches that
+            # read much let the next one in late (TRIGGER). One request a thread: BLOCK_OUT rows, in pieces.
+            PIECES: tl.constexpr = NUM_THREADS // BLOCK_OUT if NUM_THREADS > BLOCK_OUT else 1
+            PIECE: tl.constexpr = AHEAD // PIECES
+            SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+            requests = tl.arange(0, PIECES * BLOCK_OUT)
+            ahead_rows = tl.minimum(tile * BLOCK_OUT + requests // PIECES, size_out - 1).to(tl.int64)
+            columns = first + requests % PIECES * PIECE
+            in_weight = columns + PIECE <= size_in
+            ahead_ptrs = weight_ptr + ahead_rows * size_in + tl.where(in_weight, columns, 0)
+            fetch_ahead(ahead_ptrs, PIECE * SIZE)
+            if GATED:
+                fetch_ahead(ahead_ptrs + size_out.to(tl.int64) * size_in, PIECE * SIZE)
+        gdc_wait()
     x_ptrs = x_ptr + safe_rows[None, :] * x_stride + first + inputs[:, None]
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     total_up = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     end = tl.minimum(first + split_len, size_in)
     for begin in tl.range(first, end, BLOCK_IN, num_stages=STAGES):
+        if OVERLAP and TRIGGER > 0:
+            gdc_launch_if(begin + TRIGGER * BLOCK_IN >= end)
         if EVEN:
             x = tl.load(x_ptrs)
             weight = tl.load(weight_ptrs, eviction_policy="evict_first")
@@ -110,6 +138,8 @@ def _skinny(
         up_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
 
+    if OVERLAP and TRIGGER >= 0:
+        gdc_launch_dependents()
     mask = out_mask[:, None] & row_mask[None, :]
     where = rows[None, :].to(tl.int64) * size_out + outs[:, None]
     is_last = True
@@ -199,9 +229,12 @@ def skinny_linear(
         BLOCK_ROWS=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=tiling.block_in,
+        NUM_THREADS=32 * tiling.num_warps,
         SPLIT=tiling.splits > 1,
         STAGES=tiling.num_stages,
         WIDE=_INTERPRETED or x.dtype == torch.float32,
+        TRIGGER=-1 if tiling.trigger is None else tiling.trigger,
+        AHEAD=tiling.ahead // x.element_size(),
         num_warps=tiling.num_warps,
         **overlap_options(x.device),
     )

@@ -54,8 +54,8 @@ class Slot:
 
 @dataclass(slots=True)
 class Results:
-    """What `complete` reads of a step. table_width: columns of the table; num_rows: its rows, padded ones included.
-    loads, lap: see StepOutput.
+    """What `complete` reads of a step. num_rows, table_width: of the table, padded rows included. loads, lap: see
+    StepOutput.
     """
 
     slot: Slot
@@ -344,11 +344,10 @@ class DeviceRunner:
 
     def _draft_probs(self, launch: Launch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What `take_draft_probs` gives, where the step's drafts may have to be weighed."""
-        shape, reply = launch.shape, launch.reply
-        if not launch.wants_probs or shape.drafts.shape[1] == 0 or reply is None or reply.probs is None:
+        shape, reply, width = launch.shape, launch.reply, launch.shape.drafts.shape[1]
+        if not launch.wants_probs or width == 0 or reply is None or reply.probs is None:
             return None, None
-        places = self._plans.first(shape.num_rows)["places"]
-        return take_draft_probs(reply.probs, places, shape.drafts.shape[1], shape.has_probs)
+        return take_draft_probs(reply.probs, self._plans.first(shape.num_rows)["places"], width, shape.has_probs)
 
     def _note_launch(self, flight: Flight, step: StepRequest) -> None:
         """From here on the host counts the step as under way."""

@@ -16,15 +16,16 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.end_to_end.stack import Stack, running_stack
-from tests.end_to_end.variants import Models, prompts
+from tests.end_to_end.variants import ON_DEVICE, Models, prompts
 
 NUM_TOKENS = 80
 NUM_STREAMS = 3
@@ -100,12 +101,15 @@ def kill_ranks(
     num_ranks: int,
     seed: int,
     say: Callable[[str], None] = lambda line: None,
+    settings: Mapping[str, Any] | None = None,
 ) -> KillReport:
-    """One stack, `num_kills` kills; every fifth or so is a SIGSTOP, which looks like a hang. say: takes progress."""
+    """One stack, `num_kills` kills; every fifth or so is a SIGSTOP, which looks like a hang. say: takes progress.
+    settings: more of the target's.
+    """
     source = random.Random(seed)
     report = KillReport()
     began = time.monotonic()
-    target = {"pcp_size": num_ranks, "num_blocks": 200, "block_size": 4}
+    target = {"pcp_size": num_ranks, "num_blocks": 200, "block_size": 4, **(settings or {})}
     drafter = {"method": "draft_model", "checkpoint": str(models.root / "noisy"), "max_draft_len": 4}
     gateway = {"target_wait_s": 60, "step_deadline_ms": 300, "reconnect_max_s": 0.05, "depth": 2}
     for index in range(16):
@@ -150,10 +154,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2, choices=[2, 4, 8])
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--execution", choices=["host", "device"], default="host")
     options = parser.parse_args()
+    settings = ON_DEVICE if options.execution == "device" else {}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        report = kill_ranks(root, Models(root / "models"), options.kills, options.ranks, options.seed, print)
+        report = kill_ranks(root, Models(root / "models"), options.kills, options.ranks, options.seed, print, settings)
     print(json.dumps(asdict(report)))
 
 

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 from gateway.config import GatewayConfig
 from gateway.dispatcher import Dispatcher
 from gateway.metrics import GatewayMetrics
-from tests.gateway.fakes import FakeDrafter, FakeTarget
+from tests.gateway.fake_drafter import FakeDrafter
+from tests.gateway.fake_target import FakeTarget
 from tests.gateway.stack_of_fakes import Stack, eventually
 from tests.gateway.toy import ToyText
 from tests.ports import ReservedPort

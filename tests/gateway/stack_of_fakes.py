@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from gateway.dispatcher import Dispatcher
 from gateway.generation import Delta, Generation, SamplingOptions
 from gateway.requests import DeltaStream
-from tests.gateway.fakes import FakeDrafter, FakeTarget
+from tests.gateway.fake_drafter import FakeDrafter
+from tests.gateway.fake_target import FakeTarget
 
 GREEDY = SamplingOptions(temperature=0.0)
 _ids = itertools.count(1)

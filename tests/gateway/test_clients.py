@@ -8,7 +8,7 @@ import pytest
 
 from gateway.clients import StreamLost, TargetStream
 from gateway.messages import StepPlan, TargetEvent, TargetInfo
-from tests.gateway.fakes import FakeTarget
+from tests.gateway.fake_target import FakeTarget
 from tests.gateway.stack_of_fakes import eventually
 
 

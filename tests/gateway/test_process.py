@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from protos import gateway_pb2, gateway_pb2_grpc
-from tests.gateway.fakes import FakeDrafter, FakeTarget
+from tests.gateway.fake_drafter import FakeDrafter
+from tests.gateway.fake_target import FakeTarget
 from tests.gateway.stack_of_fakes import eventually
 from tests.gateway.toy import continuation
 from tests.ports import ReservedPort

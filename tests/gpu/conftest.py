@@ -1,4 +1,4 @@
-"""One MPS daemon, the tiny models and the fleet of stacks, for all GPU tests of a session."""
+"""One MPS daemon, the tiny models, the fleet of stacks and both sets of kernels, for all GPU tests of a session."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.shared_gpu import shared_gpu
+from kernels.kernel_set import KernelSet, kernel_set
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.variants import Models
 from tests.gpu.fleet import DEVICE, Fleet
@@ -19,6 +20,18 @@ def mps() -> Iterator[dict[str, str]]:
     """The environment that makes processes share the GPU; it is in ours too."""
     with shared_gpu(torch.device(DEVICE)) as env:
         yield env
+
+
+@pytest.fixture(scope="session")
+def triton() -> KernelSet:
+    """The kernels under test."""
+    return kernel_set("triton")
+
+
+@pytest.fixture(scope="session")
+def plain() -> KernelSet:
+    """Their references."""
+    return kernel_set("reference")
 
 
 @pytest.fixture(scope="session")

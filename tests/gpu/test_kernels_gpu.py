@@ -1,4 +1,4 @@
-"""Every Triton kernel on a GPU, in float32 and bfloat16, against its reference in float64 or float32.
+"""The Triton kernels of a layer on a GPU, in float32 and bfloat16, against their references in float64 or float32.
 
 Sizes are odd, outputs are poisoned, lengths are read on the device under bounds that are far too loose. `-k small`
 picks a subset that ends soon under compute-sanitizer.
@@ -6,11 +6,8 @@ picks a subset that ends soon under compute-sanitizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,67 +16,14 @@ import torch
 from kernels import layout
 from kernels.attention.interface import AttentionMetadata
 from kernels.attention.registry import make_attention
-from kernels.kernel_set import KernelSet, kernel_set
+from kernels.kernel_set import KernelSet
 from kernels.reference.attention import paged_attention
-from kernels.reference.verify import Verdict
+from tests.gpu.comparing import DEVICE, DTYPES, TOLERANCE, near, poisoned, random, same
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
     pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed"),
 ]
-
-DEVICE = "cuda"
-DTYPES = [torch.float32, torch.bfloat16]
-# Of `near`.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
-
-
-@pytest.fixture(scope="module")
-def triton() -> KernelSet:
-    return kernel_set("triton")
-
-
-@pytest.fixture(scope="module")
-def plain() -> KernelSet:
-    return kernel_set("reference")
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Whatever is allocated inside without being written holds NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-    """Normal values of `dtype`, seeded by the shape."""
-    generator = torch.Generator(DEVICE).manual_seed(sum((index + 3) * size for index, size in enumerate(shape)))
-    return (torch.randn(shape, generator=generator, device=DEVICE) * scale).to(dtype)
-
-
-def near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """The error's norm within `tolerance` of the result's, and no value off by 30 times that share of the largest."""
-    assert got.shape == expected.shape
-    wide, exact = got.double(), expected.double()
-    assert bool(wide.isfinite().all())
-    assert float((wide - exact).norm()) <= tolerance * float(exact.norm())
-    assert float((wide - exact).abs().max()) <= 30 * tolerance * float(exact.abs().max())
-
-
-def same(got: object, expected: object) -> None:
-    """Equal, element for element."""
-    if isinstance(got, Verdict):
-        assert isinstance(expected, Verdict)
-        for name in ("tokens", "num_sampled", "num_accepted"):
-            same(getattr(got, name), getattr(expected, name))
-    else:
-        assert isinstance(got, torch.Tensor)
-        assert isinstance(expected, torch.Tensor)
-        assert got.dtype == expected.dtype
-        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,7 +106,13 @@ def test_linear_of_few_rows(rows: int, outs: int, ins: int, gated: bool, dtype: 
         gate, up = exact.chunk(2, dim=-1)
         exact = torch.nn.functional.silu(gate) * up
     block_in = 32 if dtype == torch.float32 else 128
-    for tiling in (SkinnyTiling(64, block_in // 2, 1), SkinnyTiling(16, block_in, 3)):
+    tilings = (
+        SkinnyTiling(64, block_in // 2, 1),
+        SkinnyTiling(16, block_in, 3),
+        SkinnyTiling(64, block_in, 2, trigger=2, ahead=512),
+        SkinnyTiling(128, block_in // 2, 1, num_warps=8, trigger=0, ahead=256),
+    )
+    for tiling in tilings:
         counters = torch.zeros(num_counters(outs, gated, tiling), dtype=torch.int32, device=DEVICE)
         results = []
         for _ in range(2):
@@ -263,122 +213,3 @@ def test_a_bound_however_loose_changes_no_bit() -> None:
     loose = backend.plan(metadata).run(**tensors)
     tight = int(metadata.seq_lens.max())
     same(backend.plan(replace(metadata, max_seq_len=tight)).run(**tensors), loose)
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def longs(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
-
-
-def clones(*values: Any) -> list[Any]:
-    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def junk(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.full(shape, 987_654_321, dtype=dtype, device=DEVICE)
-
-
-# Rows: a chunk of 140 tokens, nothing, a verify row, a decode row, another verify row at the length limit.
-STARTS = (0, 140, 140, 145, 146, 151)
-LENS = (140, 0, 5, 1, 5)
-CONTEXT = (300, 0, 9, 16, 4091)
-
-
-def metadata_calls(kernels: KernelSet) -> list[torch.Tensor]:
-    """Everything that the metadata kernels write, from the same inputs."""
-    rows, tokens, width, limit = len(LENS), STARTS[-1], 257, 4094
-    starts, seats = ints(*STARTS), ints(3, -1, 0, 2, 1)
-    generator = torch.Generator().manual_seed(5)
-    tables = (torch.randperm(rows * width, generator=generator).view(rows, width) + 1).to(DEVICE, torch.int32)
-    positions = torch.from_numpy(layout.make_positions(np.array(CONTEXT), np.array(LENS))).to(DEVICE)
-    ids = torch.arange(tokens, device=DEVICE) + 50
-    slots = junk(tokens + 7)
-    kernels.compute_slot_mapping(positions, starts, tables, 16, limit, slots)
-
-    shifted, last = junk(tokens + 7), junk(rows, dtype=torch.int32)
-    following, anchors = longs(33, -1, -1, -1, -1), longs(-1, -1, 91, 92, 93)
-    kernels.prepare_prefill_inputs(ids, starts, ints(0, 0, 2, 0, 4), anchors, following, shifted, last)
-
-    step_positions, step_lens, step_slots = longs(6, 0, 4092, 15, 2), ints(7, 0, 4093, 16, 3), longs(5, -1, 3, 2, 1)
-    for active in (None, torch.tensor([True, True, True, False, True], device=DEVICE), None):
-        kernels.advance_draft_step(step_positions, step_lens, step_slots, tables, 16, limit, active)
-
-    context_lens, seat_anchors = ints(9, 4091, 16, 300), longs(70, 71, 72, 73)
-    drafts = longs(*range(1, 21)).view(rows, 4) - 2
-    is_prompt = torch.tensor([True, False, False, False, False], device=DEVICE)
-    input_ids, input_positions = junk(tokens + 7), junk(tokens + 7)
-    kernels.prepare_target_inputs(
-        context_lens, seat_anchors, seats, ids, starts, drafts, starts, is_prompt, input_ids, input_positions
-    )
-    kernels.commit_verdict(
-        context_lens, seat_anchors, seats, ints(*LENS), ints(0, 0, 2, 0, 4), ints(0, 0, 3, 1, 1), anchors
-    )
-
-    groups, padded_rows = 2, rows + 3
-    out_starts, out_lens = junk(padded_rows + 1, dtype=torch.int32), junk(groups, padded_rows, dtype=torch.int32)
-    out_tables, out_slots = junk(groups, padded_rows, width, dtype=torch.int32), junk(groups, tokens + 7)
-    seq_lens = ints(*(context + length for context, length in zip(CONTEXT, LENS, strict=True)))
-    kernels.fill_metadata(
-        *(seats, starts, seq_lens, positions, torch.stack((tables, tables + 7)), [16, 32], limit),
-        *(out_starts, out_lens, out_tables, out_slots),
-    )
-    state = [step_positions, step_lens, step_slots, context_lens, seat_anchors]
-    return [slots, shifted, last, *state, input_ids, input_positions, out_starts, out_lens, out_tables, out_slots]
-
-
-def test_small_metadata(triton: KernelSet, plain: KernelSet) -> None:
-    for got, expected in zip(metadata_calls(triton), metadata_calls(plain), strict=True):
-        same(got, expected)
-
-
-@pytest.mark.parametrize("vocab", [997, 49152, 128256], ids=["small", "smollm2", "llama"])
-def test_noise_and_sampling(triton: KernelSet, plain: KernelSet, vocab: int) -> None:
-    rows = torch.arange(7, device=DEVICE)
-    seeds, positions = rows * 77 - 300, rows << 33
-    logits = random(7, vocab, scale=3.0)
-    logits[4, : vocab // 2] = -torch.inf
-    temperature = torch.tensor([1.0, 0.7, 1.3, 0.0, 1.0, 2.0, 1e-3], device=DEVICE)
-    same(triton.uniform(seeds, positions, 1, 1003), plain.uniform(seeds, positions, 1, 1003))
-    near(triton.gumbel_noise(seeds, positions, 2, vocab), plain.gumbel_noise(seeds, positions, 2, vocab), 2e-6)
-    with poisoned():
-        drawn = triton.gumbel_sample(logits, temperature, seeds, positions, 3)
-    same(drawn, plain.gumbel_sample(logits, temperature, seeds, positions, 3))
-    top_k, one = ints(50, 0, 7, 1, 0, 300, 3), torch.ones(7, device=DEVICE)
-    top_p, min_p = one * 0.93, torch.tensor([0, 0.05, 0, 0, 0, 0.001, 0], device=DEVICE)
-    with poisoned():
-        got = triton.filter_logits(logits, temperature, top_k, top_p, min_p)
-    expected = plain.filter_logits(logits, temperature, top_k, top_p, min_p)
-    # Sums in another order may end a token sooner or later, no more.
-    assert int(((got > -torch.inf) != (expected > -torch.inf)).sum(dim=1).max()) <= 2
-    kept = got > -torch.inf
-    same(got[kept], logits[kept])
-
-
-@pytest.mark.parametrize(("vocab", "width"), [(70, 3), (49152, 4), (128256, 3)], ids=["small", "smollm2", "llama"])
-def test_verification(triton: KernelSet, plain: KernelSet, vocab: int, width: int) -> None:
-    """Greedy, match and weighed rows, ragged and empty."""
-    lens = [width + 1, 1, 0, width, width + 1, width + 1]
-    starts = ints(0, *np.cumsum(lens).tolist())
-    generator = torch.Generator().manual_seed(vocab)
-    drafts = torch.randint(-1, 6, (len(lens), width), generator=generator).to(DEVICE)
-    logits = random(sum(lens), vocab)
-    for row, length in enumerate(lens):
-        for column in range(min(length, width)):
-            draft = int(drafts[row, column])
-            if draft >= 0 and (row + column) % 4:
-                logits[int(starts[row]) + column, draft] += 12
-    probs = torch.softmax(random(len(lens), width, vocab, scale=2.0), dim=-1)
-    rows = torch.arange(len(lens), device=DEVICE)
-    temperature = torch.tensor([1.0, 0.5, 1.0, 0.0, 2.0, 1.0], device=DEVICE)
-    match_only = torch.tensor([False, True, False, False, False, True], device=DEVICE)
-    has_probs = torch.tensor([True, True, True, True, False, True], device=DEVICE)
-    with poisoned():
-        same(triton.verify_greedy(logits, starts, drafts), plain.verify_greedy(logits, starts, drafts))
-    arguments = (logits, starts, drafts, temperature, rows * 17 - 40, rows + (40 << 31), match_only)
-    for given, has in ((None, None), (probs, None), (probs, has_probs)):
-        with poisoned():
-            got = triton.verify(*arguments, given, has)
-        same(got, plain.verify(*arguments, given, has))

@@ -16,8 +16,7 @@ from drafter_service.device.steps import DeviceSteps
 from drafter_service.messages import Admission, RowRequest, StepReport, StepRequest
 from drafter_service.residency import Resident, Residents
 from drafter_service.speculator import Speculator
-from kernels.reference.finish_reply import finish_reply
-from kernels.reference.take_entry import take_entry
+from kernels.kernel_set import kernels_for
 from tests.drafter_service.fake_target import FakeRequest, FakeTarget
 
 ALL_SIZES = DeviceOptions(graph_rows=(1, 2, 4, 8, 16, 32, 64), shadow=True)
@@ -52,9 +51,8 @@ class DeviceHarness:
         self.completions = HeldCompletions()
         self.program = make_program(speculator, options)
         self.program.warm_up()
-        self.steps = DeviceSteps(
-            self.program, speculator.needs, self.residents, 5.0, self.completions, take_entry, finish_reply
-        )
+        kernels = kernels_for(self.program.device)
+        self.steps = DeviceSteps(self.program, speculator.needs, self.residents, 5.0, self.completions, kernels)
         self.steps.warm_up()
         speculator.check_channel(target.spec)
         self.steps.check_channel(target.spec)

@@ -29,6 +29,7 @@ from kernels.triton import (
     activation,
     advance,
     append_anchors,
+    argmax,
     attention,
     commit_rows,
     finish_reply,
@@ -174,6 +175,9 @@ def sampling_kernels(shape: Shape) -> None:
     vocab = shape.vocab
     logits, rows = torch.zeros((10, vocab)), longs(10)
     ones = torch.ones(10)
+    for count in (1, 10):
+        for ids in (None, longs(vocab)):
+            argmax.argmax(logits[:count], ids, longs(count, 2), longs(count))
     sampling.gumbel_noise(rows, rows, 1, 33)
     sampling.gumbel_sample(logits, ones, rows, rows, 1)
     sampling.filter_logits(logits, ones, rows.to(torch.int32), ones, ones)

@@ -8,15 +8,22 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch
 
 from engine.errors import RanksLost
+from target_service.__main__ import main
+from target_service.assembly import Target, build_target
+from target_service.pcp.ranks import Ranks
 from tests.processes import ProcessGroup, TestProcess
-from tests.target_service.conftest import EXECUTIONS
+from tests.target_service.conftest import EXECUTIONS, write_config
 from tests.target_service.device.bench import Bench, Planner, Request
 from tests.target_service.gateway_client import Driver, Gateway
 from tests.target_service.pcp.test_faults import NOT_SERVING, NOTICE_S, Health, boards_of, ranks_of, start, when
@@ -105,3 +112,26 @@ def test_ranks_lost_in_an_idle_moment_are_not_passed_over(tiny_dir: Path, monkey
     runner._warm.clear()
     with pytest.raises(RanksLost):
         runner.idle([bench.channel])
+
+
+def test_a_rank_lost_while_warming_up_ends_the_start(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run over ranks before the service listens: its end must be on its way then, whatever it stands in."""
+    watched: list[Callable[[], object]] = []
+    ended: list[str] = []
+    ranks = SimpleNamespace(watch=watched.append, close=lambda: ended.append("ranks"))
+
+    def build(*arguments: Any) -> Target:
+        target = build_target(*arguments)
+        return replace(target, engine=replace(target.engine, ranks=cast(Ranks, ranks)))
+
+    def lose(*arguments: Any) -> None:
+        watched[0]()
+        assert ended == ["soon"]
+        raise RanksLost("a rank is gone")
+
+    monkeypatch.setattr("target_service.__main__.StopSignal", lambda: SimpleNamespace(ask=lambda: None))
+    monkeypatch.setattr("target_service.__main__.build_target", build)
+    monkeypatch.setattr("target_service.__main__.warm_up", lose)
+    config = write_config(tiny_dir.parent / "lost.yaml", tiny_dir)
+    assert main(["--config", str(config)], on_failure=lambda: ended.append("soon")) == 1
+    assert ended == ["soon", "ranks"]
