@@ -89,13 +89,14 @@ class _Copy:
 class CpuGraphs:
     """A GraphCache whose replays call the function that was captured, with what it kept, and not the one that came.
 
-    max_graphs: beyond it the one used least recently goes.
+    max_graphs: beyond it the one used least recently goes. seen: the keys of all that ran.
     """
 
     enabled = True
 
     def __init__(self, max_graphs: int = 1000) -> None:
         self.counts = GraphCounts()
+        self.seen: set[Any] = set()
         self._max_graphs = max_graphs
         self._kept: OrderedDict[Hashable, Callable[[], Any]] = OrderedDict()
         self._warm: set[Hashable] = set()
@@ -104,6 +105,7 @@ class CpuGraphs:
         return key in self._kept
 
     def run(self, key: Hashable, function: Callable[[], ResultT]) -> ResultT:
+        self.seen.add(key)
         if key not in self._kept:
             if key not in self._warm:
                 self._warm.add(key)

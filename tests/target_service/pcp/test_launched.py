@@ -22,6 +22,7 @@ from target_service.messages import RankLoad, RowStatus, SamplingSettings, StepR
 from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
 from tests.target_service.device.test_equality import SETTINGS, known_of, make_requests
 from tests.target_service.device.test_no_sync import no_reads
+from tests.target_service.pcp.ranks import CpuGraphs
 
 LAYERS = (0, 2)
 
@@ -118,7 +119,12 @@ def wrong_here_and_there(row: int, position: int, drafts: list[int]) -> list[int
 
 def run_crowd(bench: Bench, expected: dict[str, list[int]], num_rows: int, depth: int, chunk: int) -> Found:
     """num_rows requests of all sorts at a time; every fifth reply does not come."""
-    requests = make_requests(num_rows, seed=num_rows * 10 + chunk)
+    return run_requests(bench, make_requests(num_rows, seed=num_rows * 10 + chunk), expected, depth, chunk)
+
+
+def run_requests(
+    bench: Bench, requests: list[Request], expected: dict[str, list[int]], depth: int, chunk: int
+) -> Found:
     assert bench.local is not None
     drafter = LocalDrafter(bench.local, known_of(requests, expected), wrong_here_and_there)
     planner = Recorder(bench, depth, chunk)
@@ -155,6 +161,46 @@ def test_ranks_tell_what_one_rank_tells(benches: Benches, host: Bench, depth: in
     assert accepted > 10
     assert missed > 0
     assert (RowStatus.SKIPPED in statuses) == (depth > 1)  # rows that the device decided not to run
+
+
+@pytest.mark.parametrize("max_graphs", [100, 2])
+def test_what_rank_0_replays_is_what_it_captured(
+    benches: Benches, host: Bench, monkeypatch: pytest.MonkeyPatch, max_graphs: int
+) -> None:
+    """Rank 0 takes uniform steps from graphs, of which few are kept, and the others run each as it comes."""
+    runner = benches.many.engine.device_runner
+    assert runner is not None
+    graphs = CpuGraphs(max_graphs)
+    monkeypatch.setattr(runner.forward, "graphs", graphs)
+    for num_rows, draft_len, plain in ((5, 3, True), (2, 0, False), (7, 3, False), (1, 0, True)):
+        crowd = [make_requests(num_rows, seed=num_rows, draft_len=draft_len, plain=plain) for _ in range(3)]
+        for requests in crowd:
+            for index, request in enumerate(requests):  # they end one by one
+                request.max_tokens = 9 + 3 * index
+                if plain:
+                    request.sampling = SamplingSettings()
+        expected = outputs_without_drafts(host, crowd[2])
+        one, many = (
+            run_requests(bench, requests, expected, 2, 200)
+            for bench, requests in zip((benches.one, benches.many), crowd, strict=False)
+        )
+        compare(one, many, benches.size)
+    sizes = {(rows, query_len, greedy) for rows, query_len, _, _, greedy in graphs.seen}
+    # Verdicts in the graph, and behind it; rows that fill a size, and rows that do not.
+    assert sizes >= {(8, 4, True), (3, 4, True), (1, 4, True), (8, 4, False), (3, 1, False), (1, 1, True)}
+    assert graphs.counts.replays > 20
+    assert graphs.counts.captures > min(max_graphs, 6)
+
+
+def test_ranks_whose_group_cannot_be_captured(benches: Benches, host: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is padded then."""
+    runner = benches.many.engine.device_runner
+    assert runner is not None
+    monkeypatch.setattr(runner.forward, "_graph_rows", [])
+    expected = outputs_without_drafts(host, make_requests(3, seed=3 * 10 + 11))
+    one, many = (run_crowd(bench, expected, 3, 2, 11) for bench in (benches.one, benches.many))
+    compare(one, many, benches.size)
+    assert all(reply.times.collective_ms > 0 for reply in many.replies if reply.rank_loads)
 
 
 def run_lives(bench: Bench, expected: dict[str, list[int]], seed: int) -> Found:
