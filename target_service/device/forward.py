@@ -118,9 +118,11 @@ class StepForward:
         """The row counts that are captured."""
         return tuple(self._graph_rows)
 
-    def uniform(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, longest_len: int) -> StepOutput:
+    def uniform(
+        self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, context_lens: Sequence[int]
+    ) -> StepOutput:
         """A uniform step, through its graph. greedy: to the end, verdicts committed, without logits; else to them.
-        longest_len: the host's bound of a row's length with this step's tokens, for whoever shares them out.
+        context_lens: see Launch; for whoever shares the rows out.
         """
         key = (shape.num_rows, shape.query_stride, hidden_layers, greedy)
         return self.graphs.run(key, self._alone(shape, hidden_layers, greedy))

@@ -7,6 +7,7 @@ captured number of rows, and all to the longest row's tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ from target_service.messages import StepRequest
 class Launch:
     """A step being launched. num_tokens: of the plan. batch: None for a uniform step. changes: of the block tables.
     end: where it is published; reply: where its drafts come from, and num_reply_rows: how many rows that must have.
-    longest_len: of a uniform step, the host's bound of a row's length with its tokens of this step.
+    context_lens: each row's, at most so; -1 where it is not launched.
     """
 
     step: StepRequest
@@ -44,7 +45,7 @@ class Launch:
     end: DeviceTargetEnd | None
     reply: ReplyViews | None
     num_reply_rows: int
-    longest_len: int = 0
+    context_lens: Sequence[int] = ()
 
     @property
     def wants_probs(self) -> bool:
@@ -85,7 +86,8 @@ class Packer:
         step_key = (step.channel_id, step.channel_epoch, step.drafts_from_seq)
         seats, query_lens, limits, row_places = [-1] * num_rows, [0] * num_rows, [0] * num_rows, [-1] * num_rows
         sampled: list[tuple[int, int, int]] = []  # plan row, num_logits, num_logprobs
-        longest = num_tokens = furthest = 0
+        context_lens = [-1] * num_rows
+        longest = num_tokens = 0
         prompts = False
         for index, row in enumerate(rows):
             session = row.session
@@ -94,7 +96,7 @@ class Packer:
             seats[index], query_lens[index], limits[index] = session.seat, row.query_len, row.limit
             num_tokens += row.query_len
             longest = max(longest, row.query_len)
-            furthest = max(furthest, session.launched_len)
+            context_lens[index] = session.launched_len
             prompts = prompts or row.is_prompt
             if row.num_logits:
                 sampled.append((index, row.num_logits, session.sampling.num_logprobs))
@@ -140,7 +142,7 @@ class Packer:
             end,
             reply,
             len(places) if places is not None else 0,
-            furthest + longest,
+            context_lens,
         )
 
     def _pack_batch(self, plan: HostPlan, rows: tuple[FlightRow, ...], prompts: bool) -> tuple[Batch, list[int]]:

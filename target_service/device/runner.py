@@ -247,7 +247,7 @@ class DeviceRunner:
         self._take(launch, end.spec.epoch if end is not None else 0, entry[0] if entry is not None else None)
         greedy = launch.needs.plain and launch.logprobs is None
         if batch is None:
-            output = self.forward.uniform(shape, hidden_layers, greedy, launch.longest_len)
+            output = self.forward.uniform(shape, hidden_layers, greedy, launch.context_lens)
         else:
             output = self.forward.ragged(shape, batch, hidden_layers)
         slot.marks.set(FORWARDED)

@@ -91,7 +91,7 @@ class Warming:
         if num_rows == self._forward.graph_rows[0]:
             self._sample(shape, query_len)
         if scratch is not None:
-            captured = self._forward.uniform(shape, hidden_layers, True, query_len).captured
+            captured = self._forward.uniform(shape, hidden_layers, True, ()).captured
             starts = self._buffers.uniform_starts(num_rows, query_len)
             self._entry(shape, num_rows, starts, captured, scratch)
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from engine.graphs import GraphCache
+from kernels.sharding import StepShards, count_pairs
+from target_service.messages import RankLoad
 from target_service.pcp.broadcast import columns_of
 from target_service.pcp.laps import NoWatch
 from target_service.pcp.launched import LaunchForward, Prepared
@@ -45,6 +48,17 @@ def run_once(graphs: GraphCache, way: Way, key: Hashable, function: Callable[[],
         graphs.capture(key, function, warm_ups=1)
         return None
     return graphs.run(key, function)
+
+
+def uniform_loads(shards: StepShards, context_lens: Sequence[int], query_len: int) -> tuple[RankLoad, ...]:
+    """What each rank runs of a uniform step that was dealt by bounds: padding counts as tokens, and as no work.
+    context_lens: of the step's first rows, the others are padding; -1 where one is not launched.
+    """
+    pairs = np.zeros(shards.num_tokens // query_len, dtype=np.int64)
+    for row, context_len in enumerate(context_lens):
+        if context_len >= 0:
+            pairs[row] = count_pairs(context_len, 0, query_len)
+    return tuple(RankLoad(shard.num_tokens, int(pairs[shard.rows].sum())) for shard in shards.ranks)
 
 
 class Follower:

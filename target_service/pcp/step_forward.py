@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,8 +29,7 @@ from target_service.device.forward import Batch, HostRows, StepForward, StepOutp
 from target_service.device.plan_buffer import PlanBuffer
 from target_service.messages import RankLoad
 from target_service.pcp.broadcast import StepData, columns_of
-from target_service.pcp.captured import column_sizes, run_once
-from target_service.pcp.forward import ShardedOutput
+from target_service.pcp.captured import column_sizes, run_once, uniform_loads
 from target_service.pcp.laps import LapWatch, NoWatch
 from target_service.pcp.launched import LaunchForward, Prepared
 from target_service.pcp.order import LaunchOrder, Way
@@ -89,13 +89,16 @@ class RankStepForward(StepForward):
         """The row counts that are warmed up."""
         return self._warmed_rows
 
-    def uniform(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, longest_len: int) -> StepOutput:
+    def uniform(
+        self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, context_lens: Sequence[int]
+    ) -> StepOutput:
         """See StepForward. RanksLost as for any other step."""
-        needed = blocks_needed(longest_len, self._block_size)
+        needed = blocks_needed(max(context_lens, default=0) + shape.query_stride, self._block_size)
         columns = next((size for size in self._column_sizes if size >= needed), self._column_sizes[-1])
-        output = self._captured(shape, hidden_layers, greedy, columns, Way.UNIFORM)
-        assert output is not None  # it is only where a step is captured ahead of its time
-        return output
+        found = self._captured(shape, hidden_layers, greedy, columns, Way.UNIFORM)
+        assert found is not None  # it is only where a step is captured ahead of its time
+        output, prepared = found
+        return replace(output, loads=uniform_loads(prepared.shards, context_lens, shape.query_stride))
 
     def capture(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> None:
         """See StepForward: on all ranks, for rows of any length."""
@@ -104,7 +107,7 @@ class RankStepForward(StepForward):
 
     def _captured(
         self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, columns: int, way: Way
-    ) -> StepOutput | None:
+    ) -> tuple[StepOutput, Prepared] | None:
         order = LaunchOrder.uniform(shape.num_rows, shape.query_stride, columns, hidden_layers, self._block_size, way)
         key = (*order.key, greedy)
         known = key in self.graphs
@@ -114,20 +117,18 @@ class RankStepForward(StepForward):
             # Not in the function, which must upload nothing.
             prepared = None if known else self._launched.prepare(order)
 
-            def share() -> StepOutput:
+            def step() -> tuple[StepOutput, Prepared]:
                 assert prepared is not None  # with a graph this is not called
-                return self._share(shape, prepared)
+                run = self._uniform_step(shape, greedy, lambda: self._share(shape, prepared))
+                return run(), prepared  # what a graph returns it keeps, and so what it reads and writes
 
-            step = self._uniform_step(shape, greedy, share)
-            # What a graph returns it keeps, and so what it reads and writes.
-            found = run_once(self.graphs, way, key, lambda: (step(), prepared))
-        return None if found is None else found[0]
+            return run_once(self.graphs, way, key, step)
 
     def _share(self, shape: StepShape, prepared: Prepared) -> StepOutput:
         """Forward over all ranks, and logits, of a uniform step. Times inside a graph nobody could read."""
         output = self._launched.enqueue(prepared, lambda data: self._fill(data, shape), NoWatch())
         assert output.logit_hidden is not None  # this is rank 0, and every token has logits
-        return StepOutput(output.captured, self.decoder.logits(output.logit_hidden), _loads(output))
+        return StepOutput(output.captured, self.decoder.logits(output.logit_hidden))
 
     def _run(self, shape: StepShape, hidden_layers: tuple[int, ...], batch: Batch | None) -> StepOutput:
         """Forward over all ranks, and logits. RanksLost when a rank is gone, or this one failed after the others had
@@ -141,7 +142,8 @@ class RankStepForward(StepForward):
             output = self._launched.run(order, lambda data: self._fill(data, shape))
         hidden = output.logit_hidden
         logits = None if hidden is None else self.decoder.logits(hidden)
-        return StepOutput(output.captured, logits, _loads(output), self._watch.cut())
+        loads = tuple(RankLoad(shard.num_tokens, shard.work) for shard in output.shards.ranks)
+        return StepOutput(output.captured, logits, loads, self._watch.cut())
 
     @contextlib.contextmanager
     def _ordered(self, order: LaunchOrder) -> Iterator[None]:
@@ -159,10 +161,6 @@ class RankStepForward(StepForward):
 
     def _fill(self, data: StepData, shape: StepShape) -> None:
         data.fill(shape, self._pad)
-
-
-def _loads(output: ShardedOutput) -> tuple[RankLoad, ...]:
-    return tuple(RankLoad(shard.num_tokens, shard.work) for shard in output.shards.ranks)
 
 
 def make_launch_order(rows: HostRows, hidden_layers: tuple[int, ...], block_size: int) -> LaunchOrder:

@@ -15,9 +15,10 @@ import torch
 from engine.decoder import Decoder
 from engine.graphs import GraphCache
 from kernels.layout import make_positions, make_query_start_loc, make_slot_mapping
+from kernels.sharding import shard_step
 from target_service.pcp import launched
 from target_service.pcp.broadcast import StepData
-from target_service.pcp.captured import Follower, column_sizes, let_go, run_once
+from target_service.pcp.captured import Follower, column_sizes, let_go, run_once, uniform_loads
 from target_service.pcp.group import RankGroup
 from target_service.pcp.laps import NoWatch
 from target_service.pcp.launched import LaunchForward
@@ -184,6 +185,16 @@ def test_the_order_of_a_uniform_step_follows_from_its_key() -> None:
 )
 def test_tables_come_in_few_widths(width: int, sizes: tuple[int, ...]) -> None:
     assert column_sizes(width) == sizes
+
+
+def test_loads_are_of_the_rows_that_run() -> None:
+    """Five rows of four tokens in eight, one of them not launched; dealt to two ranks in turn."""
+    order = uniform(8, 4)
+    shards = shard_step(order.context_lens, order.query_lens, order.splits, 2)
+    assert [shard.rows.tolist() for shard in shards.ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    loads = uniform_loads(shards, [10, 20, -1, 0, 5], 4)
+    assert [load.num_tokens for load in loads] == [16, 16]
+    assert [load.attention_work for load in loads] == [4 * 15 + 2 * 10, 4 * 20 + 2 * 10]
 
 
 def test_letting_go_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
