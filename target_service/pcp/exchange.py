@@ -38,7 +38,8 @@ def index_gathered(shards: StepShards, rank: int, absent: int) -> Int64Array:
     """[P * padded_tokens], for each token that an exchange brings its index in the step; `absent` for those that the
     exchange must not write on this rank: padding, and tokens of whole rows, which the backend writes.
     """
-    index = np.where(shards.write_mask, shards.gather_index, absent)
+    index = np.full(len(shards.ranks) * shards.padded_tokens, absent, dtype=np.int64)
+    index[shards.restore_index] = np.arange(shards.num_tokens)
     begin = rank * shards.padded_tokens
     index[begin : begin + shards.ranks[rank].num_whole_tokens] = absent
     return index
