@@ -172,6 +172,8 @@ def test_what_rank_0_replays_is_what_it_captured(
     assert runner is not None
     graphs = CpuGraphs(max_graphs)
     monkeypatch.setattr(runner.forward, "graphs", graphs)
+    widths = (8, 11, 64)  # blocks of 4 tokens
+    monkeypatch.setattr(runner.forward, "_column_sizes", widths)
     for num_rows, draft_len, plain in ((5, 3, True), (2, 0, False), (7, 3, False), (1, 0, True)):
         crowd = [make_requests(num_rows, seed=num_rows, draft_len=draft_len, plain=plain) for _ in range(3)]
         for requests in crowd:
@@ -188,6 +190,7 @@ def test_what_rank_0_replays_is_what_it_captured(
     sizes = {(rows, query_len, greedy) for rows, query_len, _, _, greedy in graphs.seen}
     # Verdicts in the graph, and behind it; rows that fill a size, and rows that do not.
     assert sizes >= {(8, 4, True), (3, 4, True), (1, 4, True), (8, 4, False), (3, 1, False), (1, 1, True)}
+    assert {columns for _, _, columns, _, _ in graphs.seen} == set(widths)
     assert graphs.counts.replays > 20
     assert graphs.counts.captures > min(max_graphs, 6)
 
