@@ -7,9 +7,10 @@ Starts targets of every `pcp_size`, side by side (the GPUs' memory takes them al
 model in fp32 whose tokens must not depend on the size; then, at the model's size, whole prompts, alone, and decode
 steps. With host execution their rows are of 1 + 3 tokens; with device execution (`auto` on a GPU) of one, as absent
 drafts are not run there without a drafter (`benchmarks.step --pcp-size` has one), and `--depth` plans are under way;
-one rank then replays captured steps, which several do not. Reported: milliseconds, of which in collectives on rank 0,
-how much faster than one rank, and what the model of `benchmarks.pcp` says of both. A table, then JSON. `--device cpu`
-with a tiny model is a dry run over gloo.
+decode steps are then replays of captured ones, on one rank and, over NCCL, on several. Reported: milliseconds, of which
+in collectives on rank 0 (0 for captured steps, whose graphs have no times), how much faster than one rank, what the
+model of `benchmarks.pcp` says of both, and how many graphs each target captured at its start. A table, then JSON.
+`--device cpu` with a tiny model is a dry run over gloo.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -84,6 +86,8 @@ class Setting:
             "attention": self.attention,
             "execution": self.execution,
         }
+        if self.execution == "device":
+            section["graph_rows"] = sorted({1, 4, 16, 64, *self.batches})
         if self.device == "cpu":
             return {**section, "threads": 1}
         return {**section, "load_format": self.load_format}
@@ -96,6 +100,12 @@ def execution_of(device: str, attention: str | None, execution: str) -> tuple[st
     if execution == "auto":
         execution = "device" if device != "cpu" and attention == "triton" else "host"
     return attention, execution
+
+
+def num_captured(services: Services) -> int:
+    """Graphs that the target captured at its start: as it says, once it is ready."""
+    found = re.search(r"warm: (\d+) graphs captured", services.log("target", 1 << 20))
+    return int(found.group(1)) if found is not None else 0
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -132,11 +142,12 @@ async def measure(setting: Setting, services: dict[int, Services], console: Cons
     """Prompts and verify steps by size."""
     model, node = ModelConfig.from_directory(setting.model), Node()
     vocab_size = model.vocab_size
-    found: dict[str, Any] = {"prefill": {}, "verify": {}}
+    found: dict[str, Any] = {"captured": {}, "prefill": {}, "verify": {}}
     async with AsyncExitStack() as stack:
         drivers = {}
         for size, running in services.items():
             running.wait_ready()
+            found["captured"][str(size)] = num_captured(running)
             drivers[size] = await stack.enter_async_context(PlanDriver(running.target_address, None, f"p{size}"))
         for length in setting.prompts:
             times: dict[int, list[tuple[float, float | None]]] = {size: [] for size in drivers}
@@ -239,7 +250,7 @@ def print_table(result: dict[str, Any]) -> None:
                 )
                 table.add_row(kind.format(name), size, *map(str, cells))
     Console(width=110).print(table)
-    print("same tokens as one rank:", result["same_tokens"])
+    print("same tokens as one rank:", result["same_tokens"], "graphs captured:", result["captured"])
 
 
 def main() -> None:

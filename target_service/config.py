@@ -29,7 +29,8 @@ class TargetConfig(SectionModel):
     execution: `host` reads every step's verdicts back before the next one is prepared; `device` puts steps on the
     device ahead of the verdicts of those before them; `auto` is device where it is cuda and the attention allows it.
     load_format: `dummy` makes random weights of the model's shape, from its config.json alone.
-    cuda_graphs: run steps of decode rows as captured graphs, padded to one of graph_rows rows.
+    cuda_graphs: run steps of decode rows as captured graphs, padded to one of graph_rows rows; over ranks
+    with nccl alone.
     accept: `exact`, or `synthetic:<mean>`, which changes the output: see `acceptance`.
     num_blocks: KV blocks that requests can hold at once. max_model_len: None, the model's own; never above it.
     max_step_tokens: largest sum of query_len in one plan. max_verify_len: most drafts a row verifies in a step.

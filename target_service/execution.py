@@ -29,9 +29,11 @@ from target_service.device.sampling import DeviceSampling
 from target_service.device.tables import DeviceTables
 from target_service.forward import BatchForward, LocalForward
 from target_service.model import LoadedModel, load_model, prepare_device, runs_on_device
+from target_service.pcp.captured import let_go
 from target_service.pcp.laps import LapWatch
 from target_service.pcp.ranks import Ranks
 from target_service.pcp.service import join_launching_ranks, join_ranks, start_ranks
+from target_service.pcp.settings import REST_S
 from target_service.pcp.step_forward import RankStepForward
 from target_service.runner import StepRunner
 from target_service.sessions import Sessions
@@ -162,6 +164,8 @@ def _device_runner(
     else:
         # Two collectives a layer begin and end, three more a step.
         watch = LapWatch(device, (2 * decoder.config.num_layers + 3) * config.channel_depth)
+        # gloo waits for the device in its collectives, which no graph can.
+        captures = config.cuda_graphs and (device.type == "cpu" or ranks.backend == "nccl")
         forward = RankStepForward(
             decoder,
             loaded.kv,
@@ -172,12 +176,15 @@ def _device_runner(
             config.block_size,
             max_model_len,
             graph_rows,
+            captures,
             synthetic,
             ranks,
             join_launching_ranks(ranks, config, loaded, watch),
             watch,
             config.pcp_timeout_s,
         )
+        graphs = forward.graphs
+        ranks.before_leaving(lambda: let_go(graphs, device, REST_S))
     sampling = DeviceSampling(config.num_seats, vocab_size, device, kernels, synthetic)
     return DeviceRunner(
         sessions,

@@ -202,7 +202,8 @@ class StepTimes:
     """Milliseconds of a step: waiting for drafts, forward, verification, all of it.
 
     launch_ms: of the host, to put all of it on the device (device execution; 0 where the host takes part in the step
-    itself). collective_ms: of the forward, what rank 0 stood in collectives.
+    itself). collective_ms: of the forward, what rank 0 stood in collectives; 0 for a captured step, whose graph
+    has no times.
     """
 
     wait_ms: float = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,7 +58,8 @@ class Batch:
 class StepOutput:
     """captured: [T, A * H] or None. logits: [N, V] float32, None where no row samples or verdicts are committed.
 
-    loads, lap: what each rank runs, and the time in collectives; on a target of one rank there is neither.
+    loads, lap: what each rank runs, and the time in collectives; on a target of one rank there is neither, and of a
+    uniform step there is no lap.
     """
 
     captured: torch.Tensor | None
@@ -124,15 +125,19 @@ class StepForward:
         """The row counts that are captured."""
         return tuple(self._graph_rows)
 
-    def uniform(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> StepOutput:
-        """A uniform step, through its graph. greedy: to the end, verdicts committed, without logits; else to them."""
+    def uniform(
+        self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, context_lens: Sequence[int]
+    ) -> StepOutput:
+        """A uniform step, through its graph. greedy: to the end, verdicts committed, without logits; else to them.
+        context_lens: see Launch; for whoever shares the rows out.
+        """
         key = (shape.num_rows, shape.query_stride, hidden_layers, greedy)
-        return self.graphs.run(key, self._uniform_step(shape, hidden_layers, greedy))
+        return self.graphs.run(key, self._alone(shape, hidden_layers, greedy))
 
     def capture(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> None:
         """Capture what `uniform` runs. The plan on the device must have no row with a seat."""
         key = (shape.num_rows, shape.query_stride, hidden_layers, greedy)
-        self.graphs.capture(key, self._uniform_step(shape, hidden_layers, greedy))
+        self.graphs.capture(key, self._alone(shape, hidden_layers, greedy))
 
     def ragged(self, shape: StepShape, batch: Batch, hidden_layers: tuple[int, ...]) -> StepOutput:
         """Any other step, to its logits."""
@@ -168,19 +173,23 @@ class StepForward:
             shape.table,
         )
 
-    def _uniform_step(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> Callable[[], StepOutput]:
+    def _alone(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> Callable[[], StepOutput]:
+        return self._uniform_step(shape, greedy, lambda: self._run(shape, hidden_layers, None))
+
+    def _uniform_step(self, shape: StepShape, greedy: bool, run: Callable[[], StepOutput]) -> Callable[[], StepOutput]:
+        """What a graph captures of a uniform step. run: forward and logits, as `_run` does."""
         buffers = self._buffers
         starts = buffers.uniform_starts(shape.num_rows, shape.query_stride)
 
         def step() -> StepOutput:
             prompts = buffers.uniform_prompts[: shape.num_rows]
             self._prepare(shape, starts, prompts, self._plans.rows["prompt_starts"], buffers.no_prompt)
-            output = self._run(shape, hidden_layers, None)
+            output = run()
             if not greedy or output.logits is None:
                 return output
             self.commit_greedy(shape, output.logits)
             # What a graph returns it keeps: logits are too big to be kept for nothing.
-            return StepOutput(output.captured, None)
+            return replace(output, logits=None)
 
         return step
 

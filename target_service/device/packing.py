@@ -7,6 +7,7 @@ captured number of rows, and all to the longest row's tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ from target_service.messages import StepRequest
 class Launch:
     """A step being launched. num_tokens: of the plan. batch: None for a uniform step. changes: of the block tables.
     end: where it is published; reply: where its drafts come from, and num_reply_rows: how many rows that must have.
+    context_lens: each row's, at most so; -1 where it is not launched.
     """
 
     step: StepRequest
@@ -43,6 +45,7 @@ class Launch:
     end: DeviceTargetEnd | None
     reply: ReplyViews | None
     num_reply_rows: int
+    context_lens: Sequence[int] = ()
 
     @property
     def wants_probs(self) -> bool:
@@ -83,6 +86,7 @@ class Packer:
         step_key = (step.channel_id, step.channel_epoch, step.drafts_from_seq)
         seats, query_lens, limits, row_places = [-1] * num_rows, [0] * num_rows, [0] * num_rows, [-1] * num_rows
         sampled: list[tuple[int, int, int]] = []  # plan row, num_logits, num_logprobs
+        context_lens = [-1] * num_rows
         longest = num_tokens = 0
         prompts = False
         for index, row in enumerate(rows):
@@ -92,6 +96,7 @@ class Packer:
             seats[index], query_lens[index], limits[index] = session.seat, row.query_len, row.limit
             num_tokens += row.query_len
             longest = max(longest, row.query_len)
+            context_lens[index] = session.launched_len
             prompts = prompts or row.is_prompt
             if row.num_logits:
                 sampled.append((index, row.num_logits, session.sampling.num_logprobs))
@@ -137,6 +142,7 @@ class Packer:
             end,
             reply,
             len(places) if places is not None else 0,
+            context_lens,
         )
 
     def _pack_batch(self, plan: HostPlan, rows: tuple[FlightRow, ...], prompts: bool) -> tuple[Batch, list[int]]:

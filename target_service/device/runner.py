@@ -249,7 +249,7 @@ class DeviceRunner:
         self._taking.step(launch, channel, entry[0] if entry is not None else None)
         greedy = launch.needs.plain and launch.logprobs is None
         if batch is None:
-            output = self.forward.uniform(shape, hidden_layers, greedy)
+            output = self.forward.uniform(shape, hidden_layers, greedy, launch.context_lens)
         else:
             output = self.forward.ragged(shape, batch, hidden_layers)
         slot.marks.set(FORWARDED)

@@ -65,7 +65,7 @@ class Warming:
                     yield lambda rows=num_rows, length=query_len: self._uniform(  # type: ignore[misc]
                         plan, rows, length, hidden_layers, scratch
                     )
-                elif self._forward.padded_rows(num_rows, query_len) is None:  # over ranks, which capture nothing
+                elif self._forward.padded_rows(num_rows, query_len) is None:  # over ranks that cannot capture
                     yield lambda rows=num_rows, length=query_len: self._ragged(  # type: ignore[misc]
                         plan, rows, length, 0, hidden_layers, scratch
                     )
@@ -91,7 +91,7 @@ class Warming:
         if num_rows == self._forward.graph_rows[0]:
             self._sample(shape, query_len)
         if scratch is not None:
-            captured = self._forward.uniform(shape, hidden_layers, greedy=True).captured
+            captured = self._forward.uniform(shape, hidden_layers, True, ()).captured
             starts = self._buffers.uniform_starts(num_rows, query_len)
             self._entry(shape, num_rows, starts, captured, scratch)
 

@@ -19,16 +19,18 @@ from pathlib import Path
 import torch
 
 from engine.errors import OutriderError, RanksLost
+from engine.graphs import GraphCache
 from engine.leash import tie_to_parent
 from kernels.attention.interface import AttentionBackend
 from target_service.config import TargetConfig
 from target_service.model import LoadedModel, load_model, make_backends, prepare_device, runs_on_device
 from target_service.pcp.board import Board, RankState
+from target_service.pcp.captured import Follower, let_go
 from target_service.pcp.forward import RankForward
 from target_service.pcp.group import RankGroup, TorchGroup, choose_backend
 from target_service.pcp.laps import NoWatch
 from target_service.pcp.launched import LaunchForward
-from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, RankArguments
+from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, REST_S, RankArguments
 from target_service.pcp.warm import warm_up
 
 _log = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ def serve(told: RankArguments) -> None:
     group = TorchGroup(told.rank, config.pcp_size, backend, told.port, device, JOIN_TIMEOUT_S, config.pcp_timeout_s)
     board.set_state(told.rank, RankState.JOINED)
     if on_device:
-        _follow_launches(told.rank, board, model, piece_backends, group)
+        _follow_launches(told.rank, board, model, piece_backends, group, config.cuda_graphs)
     else:
         _follow(told.rank, board, model, piece_backends, group)
     group.close()
@@ -109,10 +111,15 @@ def _follow(
 
 
 def _follow_launches(
-    rank: int, board: Board, model: LoadedModel, piece_backends: Sequence[AttentionBackend], group: RankGroup
+    rank: int,
+    board: Board,
+    model: LoadedModel,
+    piece_backends: Sequence[AttentionBackend],
+    group: RankGroup,
+    cuda_graphs: bool,
 ) -> None:
     """Device execution: launch step after step, on a stream of this rank's own as rank 0 does. Never further ahead of
-    the device than rank 0 is, whose steps under way are bounded.
+    the device than rank 0 is, whose steps under way are bounded. RanksLost where the device does not come to rest.
     """
     device = model.decoder.device
     forward = LaunchForward(
@@ -121,15 +128,18 @@ def _follow_launches(
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(device)  # what was made so far was made on another stream
+    graphs = GraphCache(device, enabled=cuda_graphs)
+    follower = Follower(forward, graphs)
     with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         seq = 1
         while not board.closed:
             order = board.take_launch(rank, seq, TAKE_S)
             if order is not None:
-                forward.run(order, None)
+                follower.run(order)
                 seq += 1
-    if on_cuda:
-        torch.cuda.synchronize(device)  # the group is left when nothing of it runs any more
+    # The group is left when nothing of it runs any more, and nothing is kept that could.
+    if not let_go(graphs, device, REST_S):
+        raise RanksLost(f"rank {rank}: its device did not come to rest within {REST_S:g} s")
 
 
 def _beat(board: Board, rank: int) -> None:

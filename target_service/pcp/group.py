@@ -209,7 +209,10 @@ class _Done:
 
 
 def _one_host_environment(backend: Backend) -> dict[str, str]:
-    """The ranks are processes of one host. NVLink multicast stays off: a fault in it takes the whole host's GPUs."""
+    """The ranks are processes of one host. NVLink multicast stays off: a fault in it takes the whole host's GPUs. Nor
+    are buffers of captured collectives registered: that is a handshake inside each capture, and ranks need not capture
+    at the same time.
+    """
     if backend == "gloo":
         return {"GLOO_SOCKET_IFNAME": "lo"}
-    return {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+    return {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}

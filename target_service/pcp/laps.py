@@ -2,7 +2,8 @@
 
 Whoever launches a step takes its `Lap` along and asks it once the step is done. On a GPU a lap is pairs of events of
 the stream, which are used again; they are recorded by way of the driver, for a stream may have no room for them before
-a drafter's reply is there (engine/cuda/recording.py).
+a drafter's reply is there (engine/cuda/recording.py). Steps that are captured have no laps: the events of a graph say
+nothing of its runs.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class LapWatch:
 
 
 class NoWatch:
-    """A Watch for ranks that nobody asks."""
+    """A Watch for ranks that nobody asks, and for steps that are captured."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """See Watch."""

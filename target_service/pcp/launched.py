@@ -4,6 +4,8 @@ Which token goes to which rank follows from the order: query lengths, and contex
 token is, where it stands and where its KV goes, is on rank 0's device, and comes from there (`broadcast.py`). All that
 the host adds are indices, in one upload a step. Every rank runs the same collectives whatever the rows turn out to be:
 a row that does not run has PAD slots and no length, and its tokens are run for nothing.
+
+A step comes in two parts: `prepare` has all that the host does, `enqueue` is what the device does, and can be captured.
 """
 
 from __future__ import annotations
@@ -59,27 +61,39 @@ class LaunchForward:
     @torch.inference_mode()
     def run(self, order: LaunchOrder, fill: Callable[[StepData], None] | None) -> ShardedOutput:
         """Enqueue this rank's share of a step that has tokens. fill: writes the step's data, on rank 0 alone."""
+        return self.enqueue(self.prepare(order), fill, self._watch)
+
+    @torch.inference_mode()
+    def prepare(self, order: LaunchOrder) -> Prepared:
+        """Deal a step that has tokens, and put this rank's indices on the device."""
         group, device = self._group, self._kv.device
-        data = StepData.empty(order, device)
-        if fill is not None:
-            fill(data)
-        with self._watch.running():
-            group.broadcast(data.words)
         shards = shard_step(order.context_lens, order.query_lens, order.splits, group.size, self._token_work)
-        shard = shards.ranks[group.rank]
         wanted = logit_tokens(order.query_lens, order.num_logits)
         logits = index_gather(shards, group.rank, wanted) if len(wanted) else None
         every = None
         if order.hidden_layers:
             every = index_gather(shards, group.rank, np.arange(order.num_tokens, dtype=np.int64))
         indices = _Indices.of(order, shards, group.rank, logits, every, device)
+        return Prepared(order, StepData.empty(order, device), shards, logits, every, indices)
+
+    @torch.inference_mode()
+    def enqueue(self, prepared: Prepared, fill: Callable[[StepData], None] | None, watch: Watch) -> ShardedOutput:
+        """Put it on the device's current stream, any number of times. Nothing here uploads, reads back or depends on
+        what is on the device. watch: of the collectives; one that records nothing while this is captured.
+        """
+        group, order, data, indices = self._group, prepared.order, prepared.data, prepared.indices
+        shard = prepared.shards.ranks[group.rank]
+        if fill is not None:
+            fill(data)
+        with watch.running():
+            group.broadcast(data.words)
         exchange = KvExchange(
             group,
-            shards.padded_tokens,
+            prepared.shards.padded_tokens,
             shard.num_tokens,
             data.slots.index_select(0, indices.gathered),
             self._write_kv,
-            self._watch,
+            watch,
         )
         whole = _part(indices.whole, data, shard, 0, shard.num_whole_rows)
         pieces = _part(indices.pieces, data, shard, shard.num_whole_rows, len(shard.rows))
@@ -100,16 +114,34 @@ class LaunchForward:
             order.hidden_layers,
         )
         exchange.finish()
-        logit_hidden = self._gather(logits, indices.logits, output.hidden)
-        captured = self._gather(every, indices.every, output.captured)
-        return ShardedOutput(logit_hidden, captured, shards)
+        logit_hidden = self._gather(prepared.logits, indices.logits, output.hidden, watch)
+        captured = self._gather(prepared.every, indices.every, output.captured, watch)
+        return ShardedOutput(logit_hidden, captured, prepared.shards)
 
     def _gather(
-        self, index: GatherIndex | None, where: tuple[torch.Tensor, torch.Tensor] | None, local: torch.Tensor | None
+        self,
+        index: GatherIndex | None,
+        where: tuple[torch.Tensor, torch.Tensor] | None,
+        local: torch.Tensor | None,
+        watch: Watch,
     ) -> torch.Tensor | None:
         if index is None or where is None or local is None:
             return None
-        return RowGather(self._group, index.padded, *where, self._watch).run(local)
+        return RowGather(self._group, index.padded, *where, watch).run(local)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step as the host has dealt it, and the device memory that comes with that. A graph that captured the step reads
+    and writes it, so it must live as long. logits, every: what rank 0 gets, None where nobody needs any.
+    """
+
+    order: LaunchOrder
+    data: StepData
+    shards: StepShards
+    logits: GatherIndex | None
+    every: GatherIndex | None
+    indices: _Indices
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
 from kernels.layout import BoolArray, Int32Array, Int64Array, blocks_needed
 
 _HEADER_WORDS = 6  # rows, tokens, columns of the block tables, hidden layers, and two spare
-_LAUNCH_WORDS = 3  # rows, columns, hidden layers
+_LAUNCH_WORDS = 4  # rows, columns, hidden layers, way
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,16 @@ class StepOrder:
         )
 
 
+class Way(IntEnum):
+    """How a launched step is run. EAGER: as it is. UNIFORM: as whatever GraphCache.run makes of its key. CAPTURE: once,
+    and captured for the next time. In each of them every rank enters the step's collectives exactly once.
+    """
+
+    EAGER = 0
+    UNIFORM = 1
+    CAPTURE = 2
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchOrder:
     """What rank 0's host knows of a step's R rows, T tokens, when it launches it.
@@ -99,7 +110,7 @@ class LaunchOrder:
     context_lens: [R] int64, at most so (exact for prompt chunks): only how the step is dealt depends on it, and bounds.
     query_lens: [R] int64, 0 where a row does not run; one that turns out not to run on the device counts all the same.
     num_logits, splits, hidden_layers: see StepOrder. num_columns: of the block tables that follow, as many as the
-    longest row can need.
+    longest row can need. way: all but EAGER only for uniform steps, whose order follows from their key.
     """
 
     context_lens: Int64Array
@@ -108,6 +119,23 @@ class LaunchOrder:
     splits: BoolArray
     num_columns: int
     hidden_layers: tuple[int, ...]
+    way: Way = Way.EAGER
+
+    @classmethod
+    def uniform(
+        cls, num_rows: int, query_len: int, num_columns: int, hidden_layers: tuple[int, ...], block_size: int, way: Way
+    ) -> LaunchOrder:
+        """Decode rows of query_len tokens each, all with logits. Contexts are bounded by what the columns hold, so that
+        nothing of it depends on where the rows are.
+        """
+        lens = np.full(num_rows, query_len, dtype=np.int64)
+        contexts = np.full(num_rows, num_columns * block_size - query_len, dtype=np.int64)
+        return cls(contexts, lens, lens, np.zeros(num_rows, dtype=np.bool_), num_columns, hidden_layers, way)
+
+    @property
+    def key(self) -> tuple[int, int, int, tuple[int, ...]]:
+        """Of a uniform step: two with the same key are the same."""
+        return self.num_rows, int(self.query_lens[0]), self.num_columns, self.hidden_layers
 
     @property
     def num_rows(self) -> int:
@@ -123,7 +151,7 @@ class LaunchOrder:
         """Write it to the start of `buffer` and return how many bytes it took. ValueError where it does not fit."""
         words = np.concatenate(
             (
-                np.array([self.num_rows, self.num_columns, len(self.hidden_layers)], dtype=np.int64),
+                np.array([self.num_rows, self.num_columns, len(self.hidden_layers), self.way], dtype=np.int64),
                 self.context_lens,
                 self.query_lens,
                 self.num_logits,
@@ -139,10 +167,11 @@ class LaunchOrder:
     @classmethod
     def decode(cls, buffer: memoryview) -> LaunchOrder:
         """What `encode_into` wrote; copies, so that the buffer may be written again."""
-        num_rows, num_columns, num_layers = np.frombuffer(buffer, np.int64, _LAUNCH_WORDS).tolist()
+        num_rows, num_columns, num_layers, way = np.frombuffer(buffer, np.int64, _LAUNCH_WORDS).tolist()
         words = np.frombuffer(buffer, np.int64, 4 * num_rows + num_layers, _LAUNCH_WORDS * 8).copy()
         contexts, lens, num_logits, splits, layers = np.split(words, np.arange(1, 5) * num_rows)
-        return cls(contexts, lens, num_logits, splits.astype(np.bool_), num_columns, tuple(layers.tolist()))
+        hidden_layers = tuple(layers.tolist())
+        return cls(contexts, lens, num_logits, splits.astype(np.bool_), num_columns, hidden_layers, Way(way))
 
 
 def logit_tokens(query_lens: Int64Array, num_logits: Int64Array) -> Int64Array:

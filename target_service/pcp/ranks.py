@@ -24,7 +24,7 @@ from engine.channel.memory import reap
 from engine.errors import ConfigError, RanksLost
 from target_service.config import TargetConfig
 from target_service.pcp.board import Board, ExportedBoard, RankState
-from target_service.pcp.group import TorchGroup, choose_backend, rendezvous
+from target_service.pcp.group import Backend, TorchGroup, choose_backend, rendezvous
 from target_service.pcp.settings import (
     CLOSE_S,
     HANG_S,
@@ -57,6 +57,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._on_lost: Callable[[], object] | None = None
+        self._let_go: Callable[[], bool] = lambda: True
         self._closing = threading.Event()
         self._processes = [self._start(rank, directory) for rank in range(1, config.pcp_size)]
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -71,6 +72,11 @@ class Ranks:
     def lost(self) -> bool:
         """Whether a rank is gone, and with it the target."""
         return self._reason is not None
+
+    @property
+    def backend(self) -> Backend:
+        """Of the collectives."""
+        return self._backend
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -105,6 +111,12 @@ class Ranks:
         if lost:
             on_lost()
 
+    def before_leaving(self, let_go: Callable[[], bool]) -> None:
+        """Have `let_go` called before this rank leaves the group: what could still use it goes. False: that cannot be,
+        and the group is left to the process's end.
+        """
+        self._let_go = let_go
+
     def close(self) -> None:
         """End the other ranks and free the board. Only once no step runs any more. Idempotent."""
         self._closing.set()
@@ -120,7 +132,7 @@ class Ranks:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        if self._group is not None and not self.lost:
+        if self._group is not None and not self.lost and self._let_go():
             self._group.close()
             self._group = None
 

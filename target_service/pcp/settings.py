@@ -12,6 +12,7 @@ HANG_S = 1.5  # a rank without a heartbeat for so long hangs: noticed within 2 s
 STARVED_S = 0.5  # a watcher that was itself kept from looking for so long does not judge the others by that time
 JOIN_TIMEOUT_S = 60.0
 CLOSE_S = 5.0  # for ranks to end by themselves
+REST_S = 3.0  # for a rank's device to come to rest, then
 
 
 class RankArguments(BaseModel):

@@ -4,11 +4,16 @@ The device runner's `StepForward`, with the forward alone over ranks: what the h
 on the board, what the device has prepared is broadcast, and rank 0 runs its share like any other rank. Everything
 before it (drafts, per-seat state) and behind it (verdicts, ring entry) is rank 0's, as on a target of one rank. Once
 the order is out there is no way back: an error in between ends the target.
+
+Uniform steps are captured on every rank, with the collectives in them (`captured.py`). Their order goes out before
+rank 0 enters the graph that it has, or is about to make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,14 +29,15 @@ from target_service.device.forward import Batch, HostRows, StepForward, StepOutp
 from target_service.device.plan_buffer import PlanBuffer
 from target_service.messages import RankLoad
 from target_service.pcp.broadcast import StepData, columns_of
-from target_service.pcp.laps import LapWatch
-from target_service.pcp.launched import LaunchForward
-from target_service.pcp.order import LaunchOrder
+from target_service.pcp.captured import column_sizes, run_once, uniform_loads
+from target_service.pcp.laps import LapWatch, NoWatch
+from target_service.pcp.launched import LaunchForward, Prepared
+from target_service.pcp.order import LaunchOrder, Way
 from target_service.pcp.ranks import Ranks
 
 
 class RankStepForward(StepForward):
-    """A StepForward over ranks. Nothing is captured: steps of all sorts run as they are, one launch after the other."""
+    """A StepForward over ranks."""
 
     def __init__(
         self,
@@ -44,14 +50,16 @@ class RankStepForward(StepForward):
         block_size: int,
         max_model_len: int,
         graph_rows: Sequence[int],
+        captures: bool,
         synthetic: SyntheticAcceptance | None,
         ranks: Ranks,
         launched: LaunchForward,
         watch: LapWatch,
         timeout_s: float,
     ) -> None:
-        """graph_rows: the row counts that are warmed up. launched: this rank's share, and watch its Watch. timeout_s:
-        how long the board may have no room.
+        """graph_rows: the row counts that are warmed up. captures: uniform steps are padded to them and captured, which
+        the group must be able to be; else steps of all sorts run as they are. launched: this rank's share, and watch
+        its Watch. timeout_s: how long the board may have no room.
         """
         super().__init__(
             decoder,
@@ -64,10 +72,11 @@ class RankStepForward(StepForward):
             block_size,
             max_model_len,
             graph_rows,
-            False,
+            captures,
             synthetic,
         )
         self._warmed_rows = tuple(sorted(set(graph_rows)))
+        self._column_sizes = column_sizes(seat_tables.shape[-1])
         self._ranks = ranks
         self._launched = launched
         self._watch = watch
@@ -75,14 +84,51 @@ class RankStepForward(StepForward):
         self._pad = torch.full((1,), PAD_SLOT, dtype=torch.int64, device=decoder.device)
         self._seq = 0
 
-    def padded_rows(self, num_rows: int, query_len: int) -> int | None:
-        """None: nothing is captured."""
-        return None
-
     @property
     def graph_rows(self) -> tuple[int, ...]:
         """The row counts that are warmed up."""
         return self._warmed_rows
+
+    def uniform(
+        self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, context_lens: Sequence[int]
+    ) -> StepOutput:
+        """See StepForward. RanksLost as for any other step."""
+        needed = blocks_needed(max(context_lens, default=0) + shape.query_stride, self._block_size)
+        columns = next((size for size in self._column_sizes if size >= needed), self._column_sizes[-1])
+        found = self._captured(shape, hidden_layers, greedy, columns, Way.UNIFORM)
+        assert found is not None  # it is only where a step is captured ahead of its time
+        output, prepared = found
+        return replace(output, loads=uniform_loads(prepared.shards, context_lens, shape.query_stride))
+
+    def capture(self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool) -> None:
+        """See StepForward: on all ranks, for rows of any length."""
+        for columns in self._column_sizes:
+            self._captured(shape, hidden_layers, greedy, columns, Way.CAPTURE)
+
+    def _captured(
+        self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, columns: int, way: Way
+    ) -> tuple[StepOutput, Prepared] | None:
+        order = LaunchOrder.uniform(shape.num_rows, shape.query_stride, columns, hidden_layers, self._block_size, way)
+        key = (*order.key, greedy)
+        known = key in self.graphs
+        if known and way is Way.CAPTURE:
+            return None
+        with self._ordered(order):
+            # Not in the function, which must upload nothing.
+            prepared = None if known else self._launched.prepare(order)
+
+            def step() -> tuple[StepOutput, Prepared]:
+                assert prepared is not None  # with a graph this is not called
+                run = self._uniform_step(shape, greedy, lambda: self._share(shape, prepared))
+                return run(), prepared  # what a graph returns it keeps, and so what it reads and writes
+
+            return run_once(self.graphs, way, key, step)
+
+    def _share(self, shape: StepShape, prepared: Prepared) -> StepOutput:
+        """Forward over all ranks, and logits, of a uniform step. Times inside a graph nobody could read."""
+        output = self._launched.enqueue(prepared, lambda data: self._fill(data, shape), NoWatch())
+        assert output.logit_hidden is not None  # this is rank 0, and every token has logits
+        return StepOutput(output.captured, self.decoder.logits(output.logit_hidden))
 
     def _run(self, shape: StepShape, hidden_layers: tuple[int, ...], batch: Batch | None) -> StepOutput:
         """Forward over all ranks, and logits. RanksLost when a rank is gone, or this one failed after the others had
@@ -90,22 +136,28 @@ class RankStepForward(StepForward):
         """
         if shape.num_tokens == 0:
             return StepOutput(None, None)
-        assert batch is not None  # no step is padded, so none is uniform
+        assert batch is not None  # uniform steps come another way
+        order = make_launch_order(batch.host, hidden_layers, self._block_size)
+        with self._ordered(order):
+            output = self._launched.run(order, lambda data: self._fill(data, shape))
+        hidden = output.logit_hidden
+        logits = None if hidden is None else self.decoder.logits(hidden)
+        loads = tuple(RankLoad(shard.num_tokens, shard.work) for shard in output.shards.ranks)
+        return StepOutput(output.captured, logits, loads, self._watch.cut())
+
+    @contextlib.contextmanager
+    def _ordered(self, order: LaunchOrder) -> Iterator[None]:
+        """The other ranks have the order when this is entered; what is inside is this rank's share."""
         if self._ranks.lost:
             raise RanksLost("a rank is gone")
-        order = make_launch_order(batch.host, hidden_layers, self._block_size)
         self._seq += 1
         try:
             self._ranks.board.publish(order, self._seq, self._timeout_s, lambda: self._ranks.lost)
-            output = self._launched.run(order, lambda data: self._fill(data, shape))
+            yield
         except RanksLost:
             raise
         except Exception as error:  # whatever it is, the others cannot go on without this rank
             raise RanksLost(f"step {self._seq} over {self._ranks.board.num_ranks} ranks failed: {error}") from error
-        loads = tuple(RankLoad(shard.num_tokens, shard.work) for shard in output.shards.ranks)
-        hidden = output.logit_hidden
-        logits = None if hidden is None else self.decoder.logits(hidden)
-        return StepOutput(output.captured, logits, loads, self._watch.cut())
 
     def _fill(self, data: StepData, shape: StepShape) -> None:
         data.fill(shape, self._pad)

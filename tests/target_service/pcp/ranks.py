@@ -1,18 +1,21 @@
-"""How do tests run ranks without processes?
+"""How do tests run ranks without processes, and graphs without a GPU?
 
 `ThreadRanks`: a group whose ranks are threads of this process and whose collectives copy through a shared list. Every
-wait has a deadline, and shapes that differ between ranks fail, as they would hang elsewhere.
+wait has a deadline, and shapes that differ between ranks fail, as they would hang elsewhere. `CpuGraphs`: what a
+GraphCache does on a GPU, by calling again what was captured.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from engine.graphs import GraphCounts
 from target_service.pcp.group import PendingWork
 
 DEADLINE_S = 20.0
@@ -81,3 +84,51 @@ class _Copy:
 
     def wait(self) -> object:
         return self._out.copy_(self._gathered)
+
+
+class CpuGraphs:
+    """A GraphCache whose replays call the function that was captured, with what it kept, and not the one that came.
+
+    max_graphs: beyond it the one used least recently goes. seen: the keys of all that ran.
+    """
+
+    enabled = True
+
+    def __init__(self, max_graphs: int = 1000) -> None:
+        self.counts = GraphCounts()
+        self.seen: set[Any] = set()
+        self._max_graphs = max_graphs
+        self._kept: OrderedDict[Hashable, Callable[[], Any]] = OrderedDict()
+        self._warm: set[Hashable] = set()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def run(self, key: Hashable, function: Callable[[], ResultT]) -> ResultT:
+        self.seen.add(key)
+        if key not in self._kept:
+            if key not in self._warm:
+                self._warm.add(key)
+                self.counts.eager_runs += 1
+                return function()
+            self._keep(key, function)
+        self._kept.move_to_end(key)
+        self.counts.replays += 1
+        result: ResultT = self._kept[key]()
+        return result
+
+    def capture(self, key: Hashable, function: Callable[[], object], warm_ups: int = 1) -> None:
+        if key not in self._kept:
+            for _ in range(warm_ups):
+                function()
+            self._keep(key, function)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._warm.clear()
+
+    def _keep(self, key: Hashable, function: Callable[[], Any]) -> None:
+        self.counts.captures += 1
+        self._kept[key] = function
+        if len(self._kept) > self._max_graphs:
+            self._kept.popitem(last=False)

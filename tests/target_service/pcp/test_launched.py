@@ -22,6 +22,7 @@ from target_service.messages import RankLoad, RowStatus, SamplingSettings, StepR
 from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
 from tests.target_service.device.test_equality import SETTINGS, known_of, make_requests
 from tests.target_service.device.test_no_sync import no_reads
+from tests.target_service.pcp.ranks import CpuGraphs
 
 LAYERS = (0, 2)
 
@@ -91,6 +92,7 @@ def compare(one: Found, many: Found, size: int) -> None:
                 assert other_logprob.logprob == pytest.approx(logprob.logprob, abs=1e-4)
         assert expected.rank_loads == ()
         check_loads(reply, size)
+    assert any(reply.times.collective_ms > 0 for reply in many.replies)  # all but uniform steps have times
     for entry, other_entry in zip(one.entries, many.entries, strict=True):
         hidden, other_hidden = entry.pop("hidden"), other_entry.pop("hidden")
         assert other_entry == entry
@@ -105,7 +107,7 @@ def check_loads(reply: StepReply, size: int) -> None:
     ran = sum(row.status is RowStatus.OK for row in reply.rows)
     assert sum(load.num_tokens for load in reply.rank_loads) >= ran
     assert isinstance(reply.rank_loads[0], RankLoad)
-    assert 0 < reply.times.collective_ms <= reply.times.total_ms
+    assert 0 <= reply.times.collective_ms <= reply.times.total_ms
 
 
 def wrong_here_and_there(row: int, position: int, drafts: list[int]) -> list[int]:
@@ -117,7 +119,12 @@ def wrong_here_and_there(row: int, position: int, drafts: list[int]) -> list[int
 
 def run_crowd(bench: Bench, expected: dict[str, list[int]], num_rows: int, depth: int, chunk: int) -> Found:
     """num_rows requests of all sorts at a time; every fifth reply does not come."""
-    requests = make_requests(num_rows, seed=num_rows * 10 + chunk)
+    return run_requests(bench, make_requests(num_rows, seed=num_rows * 10 + chunk), expected, depth, chunk)
+
+
+def run_requests(
+    bench: Bench, requests: list[Request], expected: dict[str, list[int]], depth: int, chunk: int
+) -> Found:
     assert bench.local is not None
     drafter = LocalDrafter(bench.local, known_of(requests, expected), wrong_here_and_there)
     planner = Recorder(bench, depth, chunk)
@@ -154,6 +161,49 @@ def test_ranks_tell_what_one_rank_tells(benches: Benches, host: Bench, depth: in
     assert accepted > 10
     assert missed > 0
     assert (RowStatus.SKIPPED in statuses) == (depth > 1)  # rows that the device decided not to run
+
+
+@pytest.mark.parametrize("max_graphs", [100, 2])
+def test_what_rank_0_replays_is_what_it_captured(
+    benches: Benches, host: Bench, monkeypatch: pytest.MonkeyPatch, max_graphs: int
+) -> None:
+    """Rank 0 takes uniform steps from graphs, of which few are kept, and the others run each as it comes."""
+    runner = benches.many.engine.device_runner
+    assert runner is not None
+    graphs = CpuGraphs(max_graphs)
+    monkeypatch.setattr(runner.forward, "graphs", graphs)
+    widths = (8, 11, 64)  # blocks of 4 tokens
+    monkeypatch.setattr(runner.forward, "_column_sizes", widths)
+    for num_rows, draft_len, plain in ((5, 3, True), (2, 0, False), (7, 3, False), (1, 0, True)):
+        crowd = [make_requests(num_rows, seed=num_rows, draft_len=draft_len, plain=plain) for _ in range(3)]
+        for requests in crowd:
+            for index, request in enumerate(requests):  # they end one by one
+                request.max_tokens = 9 + 3 * index
+                if plain:
+                    request.sampling = SamplingSettings()
+        expected = outputs_without_drafts(host, crowd[2])
+        one, many = (
+            run_requests(bench, requests, expected, 2, 200)
+            for bench, requests in zip((benches.one, benches.many), crowd, strict=False)
+        )
+        compare(one, many, benches.size)
+    sizes = {(rows, query_len, greedy) for rows, query_len, _, _, greedy in graphs.seen}
+    # Verdicts in the graph, and behind it; rows that fill a size, and rows that do not.
+    assert sizes >= {(8, 4, True), (3, 4, True), (1, 4, True), (8, 4, False), (3, 1, False), (1, 1, True)}
+    assert {columns for _, _, columns, _, _ in graphs.seen} == set(widths)
+    assert graphs.counts.replays > 20
+    assert graphs.counts.captures > min(max_graphs, 6)
+
+
+def test_ranks_whose_group_cannot_be_captured(benches: Benches, host: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is padded then."""
+    runner = benches.many.engine.device_runner
+    assert runner is not None
+    monkeypatch.setattr(runner.forward, "_graph_rows", [])
+    expected = outputs_without_drafts(host, make_requests(3, seed=3 * 10 + 11))
+    one, many = (run_crowd(bench, expected, 3, 2, 11) for bench in (benches.one, benches.many))
+    compare(one, many, benches.size)
+    assert all(reply.times.collective_ms > 0 for reply in many.replies if reply.rank_loads)
 
 
 def run_lives(bench: Bench, expected: dict[str, list[int]], seed: int) -> Found:
@@ -229,12 +279,16 @@ def test_warming_up_over_ranks_changes_nothing(benches: Benches, host: Bench, mo
     planner = Recorder(bench, 2, 9)
     for request in requests:
         planner.place(request)
-    warmed = list[StepShape]()
-    ragged = runner.forward.ragged
+    warmed, captured = list[StepShape](), list[StepShape]()
+    ragged, uniform = runner.forward.ragged, runner.forward.capture
 
     def seen(shape: StepShape, *rest: Any) -> StepOutput:
         warmed.append(shape)
         return ragged(shape, *rest)
+
+    def seen_uniform(shape: StepShape, *rest: Any, **named: Any) -> None:
+        captured.append(shape)
+        uniform(shape, *rest, **named)
 
     while any(not request.done for request in requests):
         step = planner.launch([request for request in requests if planner.can_plan(request)])
@@ -242,11 +296,14 @@ def test_warming_up_over_ranks_changes_nothing(benches: Benches, host: Bench, mo
         planner.drain()
         with monkeypatch.context() as patched, torch.inference_mode():
             patched.setattr(runner.forward, "ragged", seen)
+            patched.setattr(runner.forward, "capture", seen_uniform)
             warmed.clear()
+            captured.clear()
             for job in runner.warm_up_jobs(LAYERS, (1, 4), bench.channel):
                 job()
-    # Rows of one token and of four, alone and beside a prompt.
-    assert [shape.num_tokens for shape in warmed] == [1, 3, 8, 4, 12, 32, 36, 44, 64]
+    # Rows of one token and of four, then beside a prompt.
+    assert [shape.num_tokens for shape in captured] == [1, 3, 8, 4, 12, 32]
+    assert [shape.num_tokens for shape in warmed] == [36, 44, 64]
     for request in requests:
         assert request.generated == expected[request.request_id]
         bench.release(request.request_id)

@@ -166,7 +166,9 @@ def test_what_rank_0_sends_is_what_its_device_prepared(width: int) -> None:
         assert table == [*range(row * width, row * width + min(width, 16)), *[0] * (16 - width)]
 
 
-def rank_forward(decoder: Decoder, run: Callable[..., ShardedOutput], lost: bool = False) -> RankStepForward:
+def rank_forward(
+    decoder: Decoder, run: Callable[..., ShardedOutput], lost: bool = False, captures: bool = False
+) -> RankStepForward:
     """Rank 0's, with ranks that take everything and do nothing. `published`: the steps that were."""
     buffers = StepBuffers(Sizes(8, 8, 32, 4, 8, 400), CPU)
     published: list[int] = []
@@ -181,6 +183,7 @@ def rank_forward(decoder: Decoder, run: Callable[..., ShardedOutput], lost: bool
         BLOCK_SIZE,
         MAX_LEN,
         (3, 1),
+        captures,
         None,
         cast(Any, SimpleNamespace(lost=lost, board=board)),
         cast(Any, SimpleNamespace(run=run)),
@@ -207,10 +210,11 @@ def test_an_error_behind_the_order_loses_the_ranks(decoder: Decoder) -> None:
     assert forward._ranks.board.published == [1]  # type: ignore[attr-defined]
 
 
-def test_nothing_is_padded_and_all_sizes_are_warmed(decoder: Decoder) -> None:
-    forward = rank_forward(decoder, lambda *arguments: cast(Any, None))
-    assert forward.graph_rows == (1, 3)
-    assert forward.padded_rows(1, 1) is None
+def test_all_sizes_are_warmed_and_padded_where_they_can_be_captured(decoder: Decoder) -> None:
+    for captures in (False, True):
+        forward = rank_forward(decoder, lambda *arguments: cast(Any, None), captures=captures)
+        assert forward.graph_rows == (1, 3)
+        assert forward.padded_rows(2, 1) == (3 if captures else None)
 
 
 def test_an_order_names_bounds() -> None:
