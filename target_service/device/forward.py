@@ -73,6 +73,11 @@ class StepOutput:
 MAX_LAYER_SETS = 4
 
 
+def most_graphs(num_row_counts: int, max_drafts: int, num_forms: int = 1) -> int:
+    """How many graphs are kept of uniform steps that end in one way: for each row count, length and form."""
+    return MAX_LAYER_SETS * num_row_counts * (max_drafts + 1) * num_forms
+
+
 class StepForward:
     """Owner of the model, its cache and the graphs. Used by one thread, under one stream. Over ranks it is
     `pcp.step_forward.RankStepForward`.
@@ -92,14 +97,17 @@ class StepForward:
         graph_rows: Sequence[int],
         cuda_graphs: bool,
         synthetic: SyntheticAcceptance | None,
+        num_forms: int = 1,
     ) -> None:
-        """backends: one per KV group, none of which needs host lengths. seat_tables: [1, S, B] int32."""
+        """backends: one per KV group, none of which needs host lengths. seat_tables: [1, S, B] int32. num_forms: graphs
+        that one row count and length may have for each way that a step ends.
+        """
         self.decoder = decoder
         # Without graphs there is nothing to be gained by padding.
         self._graph_rows = sorted(set(graph_rows)) if cuda_graphs else []
-        # For each row count and length, to the end and to the logits.
-        num_graphs = 2 * len(self._graph_rows) * (buffers.sizes.max_drafts + 1)
-        self.graphs = GraphCache(decoder.device, MAX_LAYER_SETS * num_graphs, cuda_graphs)
+        # To the end and to the logits.
+        num_graphs = 2 * most_graphs(len(self._graph_rows), buffers.sizes.max_drafts, num_forms)
+        self.graphs = GraphCache(decoder.device, num_graphs, cuda_graphs)
         self._kv = kv
         self._backends = tuple(backends)
         self._kernels = kernels

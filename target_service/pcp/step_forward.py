@@ -61,6 +61,7 @@ class RankStepForward(StepForward):
         the group must be able to be; else steps of all sorts run as they are. launched: this rank's share, and watch
         its Watch. timeout_s: how long the board may have no room.
         """
+        sizes = column_sizes(seat_tables.shape[-1])
         super().__init__(
             decoder,
             kv,
@@ -74,9 +75,10 @@ class RankStepForward(StepForward):
             graph_rows,
             captures,
             synthetic,
+            num_forms=len(sizes),
         )
         self._warmed_rows = tuple(sorted(set(graph_rows)))
-        self._column_sizes = column_sizes(seat_tables.shape[-1])
+        self._column_sizes = sizes
         self._ranks = ranks
         self._launched = launched
         self._watch = watch

@@ -143,7 +143,7 @@ def test_ranks_stay_in_step_whatever_graphs_they_have(decoder: Decoder, monkeypa
     ranks = ThreadRanks(4)
 
     def act(group: RankGroup) -> Any:
-        graphs = cast(Any, (CpuGraphs(), CpuGraphs(1), CpuGraphs(3), GraphCache(CPU, enabled=True))[group.rank])
+        graphs = cast(Any, (CpuGraphs(), CpuGraphs(1), CpuGraphs(3), GraphCache(CPU, 4))[group.rank])
         follower = Follower(make_forward(decoder, group), graphs)
         for order in orders:
             follower.run(order)
@@ -160,7 +160,7 @@ def test_ranks_stay_in_step_whatever_graphs_they_have(decoder: Decoder, monkeypa
 @pytest.mark.parametrize("way", [Way.UNIFORM, Way.CAPTURE])
 def test_a_function_runs_once_whatever_is_known_of_it(way: Way) -> None:
     ran = list[int]()
-    for graphs in (CpuGraphs(), GraphCache(CPU, enabled=True)):
+    for graphs in (CpuGraphs(), GraphCache(CPU, 4)):
         for turn in range(1, 5):
             run_once(cast(Any, graphs), way, "key", lambda turn=turn: ran.append(turn))  # type: ignore[misc]
             assert len(ran) == turn
