@@ -27,7 +27,8 @@ class TargetConfig(SectionModel):
     listen: HOST:PORT; port 0 takes a free one (the ready line tells which).
     device: cpu, cuda or cuda:N. attention: torch needs the rows' lengths on the host, triton and reference do not.
     execution: `host` reads every step's verdicts back before the next one is prepared; `device` puts steps on the
-    device ahead of the verdicts of those before them; `auto` is device where it is cuda and the attention allows it.
+    device ahead of the verdicts of those before them; `auto` is device where it is cuda, the attention allows it, and
+    there is one rank.
     load_format: `dummy` makes random weights of the model's shape, from its config.json alone.
     cuda_graphs: run steps of decode rows as captured graphs, padded to one of graph_rows rows; over ranks
     with nccl alone.

@@ -89,7 +89,8 @@ def runs_on_device(config: TargetConfig, device: torch.device, backends: Sequenc
             "target.execution", f"device needs an attention that asks the host for no lengths, not {config.attention}"
         )
     if config.execution == "auto":
-        return device.type == "cuda" and not needs_host
+        # Ranks over NCCL have been read with host execution alone; theirs is to be asked for.
+        return device.type == "cuda" and not needs_host and config.pcp_size == 1
     return config.execution == "device"
 
 

@@ -47,7 +47,7 @@ STACKS: dict[str, StackChoice] = {
     "eager": StackChoice(both={"cuda_graphs": False}, gateway={"depth": 3}),
     "draft-model": StackChoice("noisy", "draft_model", gateway={"depth": 2}),
     # Over NCCL where there are two GPUs; on one, over gloo, whose collectives wait for the device.
-    "ranks": StackChoice(target={"pcp_size": 2}, gateway={"depth": 3, **CHUNKED}),
+    "ranks": StackChoice(target={"pcp_size": 2, "execution": "device"}, gateway={"depth": 3, **CHUNKED}),
     "host": StackChoice(both={"execution": "host"}, gateway={"depth": 2}),
     "starved": StackChoice(
         target={"num_blocks": 40, "block_size": 4, "check_integrity": True},

@@ -44,7 +44,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 def start(processes: ProcessGroup, directory: Path, model: Path, **settings: Any) -> tuple[str, int, TestProcess]:
     """A target's address, how many graphs it captured while warming up, and its process."""
-    section = EXECUTIONS["device"] if DEVICE == "cpu" else {"device": DEVICE, "attention": "triton"}
+    section = (
+        EXECUTIONS["device"]
+        if DEVICE == "cpu"
+        else {
+            "device": DEVICE,
+            "attention": "triton",
+            "execution": "device",
+        }
+    )
     own = {"num_blocks": 256, "max_verify_len": DRAFT_LEN, "drain_s": 1, "graph_rows": [1, 4, 8], "dtype": "float32"}
     config = write_config(directory / "target.yaml", model, **{**section, **own, **settings})
     process = processes.python("-m", "target_service", "--config", str(config))

@@ -25,7 +25,7 @@ READY_S = 300.0  # kernels may have to be compiled
 def test_a_lost_rank_ends_the_target(
     tmp_path: Path, models: Models, processes: ProcessGroup, number: signal.Signals
 ) -> None:
-    section = EXECUTIONS["device"] if DEVICE == "cpu" else device_section()
+    section = EXECUTIONS["device"] if DEVICE == "cpu" else {**device_section(), "execution": "device"}
     config = write_config(tmp_path / "target.yaml", models.target, pcp_size=2, drain_s=1, **section)
     process = processes.python("-m", "target_service", "--config", str(config))
     ready = process.wait_for_line(r"target ready on (\S+) .*execution=device channels=(\S+)", READY_S)
