@@ -160,7 +160,7 @@ async def measure(setting: Setting, services: dict[int, Services], console: Cons
                 size: prompt_model(length, setting.max_step_tokens, size, model, node)["ms"] for size in drivers
             }
             found["prefill"][str(length)] = entries = by_size(times, predicted)
-            console.print(f"prompt of {length}: {entries}", highlight=False)
+            console.print(f"prompt of {length}: {in_words(entries)}", highlight=False)
         for rows in setting.batches:
             timelines = {size: await time_verify(driver, rows, setting, vocab_size) for size, driver in drivers.items()}
             found["verify"][str(rows)] = entries = by_size(
@@ -175,7 +175,7 @@ async def measure(setting: Setting, services: dict[int, Services], console: Cons
                     for size in drivers
                 },
             )
-            console.print(f"{rows} rows: {entries}", highlight=False)
+            console.print(f"{rows} rows: {in_words(entries)}", highlight=False)
     return found
 
 
@@ -196,6 +196,11 @@ def by_size(times: dict[int, list[tuple[float, float | None]]], predicted: dict[
             "predicted_speed_up": round(next(iter(predicted.values())) / predicted[size], 3),
         }
     return found
+
+
+def in_words(entries: dict[str, Any]) -> str:
+    """A line of progress."""
+    return ", ".join(f"{size} ranks {entry['ms']:.1f} ms" for size, entry in entries.items())
 
 
 async def check(targets: dict[int, Services]) -> dict[str, bool]:
@@ -236,18 +241,15 @@ def start(setting: Setting, scratch: Path, stack: ExitStack) -> tuple[dict[int, 
 
 
 def print_table(result: dict[str, Any]) -> None:
-    columns = ("step", "ranks", "ms", "in collectives", "x one rank", "predicted ms", "x")
+    modelled = result["device"] != "cpu"  # the model is of a node of H200s
+    columns = ("step", "ranks", "ms", "in collectives", "x one rank", *(("model ms", "model x") if modelled else ()))
     table = Table(*columns, title=f"{result['model']}, {result['device']}, {result['execution']} execution")
     for kind, entries in (("prompt of {}", result["prefill"]), ("{} decode rows", result["verify"])):
         for name, by in entries.items():
             for size, row in by.items():
-                cells = (
-                    row["ms"],
-                    row["collective_ms"],
-                    row["speed_up"],
-                    row["predicted_ms"],
-                    row["predicted_speed_up"],
-                )
+                cells = [row["ms"], row["collective_ms"], row["speed_up"]]
+                if modelled:
+                    cells += [row["predicted_ms"], row["predicted_speed_up"]]
                 table.add_row(kind.format(name), size, *map(str, cells))
     Console(width=110).print(table)
     print("same tokens as one rank:", result["same_tokens"], "graphs captured:", result["captured"])

@@ -27,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", help="model directory; overrides the file's `model:`")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Its news of a normal start come under this name, and read like trouble.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     # They are a second series for each counter, and tell nobody anything.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:

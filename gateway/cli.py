@@ -49,6 +49,21 @@ def main() -> None:
     app()
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(_version())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Speculative decoding split into a target, a drafter and a gateway."""
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

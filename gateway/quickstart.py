@@ -74,7 +74,9 @@ async def run_quickstart(config: Path, question: str, max_tokens: int, console: 
                     await supervisor.wait_ready()
                 if settings.drafter is not None:
                     await _wait_drafter(url(settings.rest))
-                result = await _while_running(supervisor, _compare(client, question, max_tokens, console))
+                result = await _while_running(
+                    supervisor, _compare(client, question, max_tokens, settings.drafter is not None, console)
+                )
             except StartFailed as error:
                 show_last_lines(console, error)
                 raise
@@ -130,7 +132,10 @@ def _drafter_serving(rest: str) -> bool:
     return any(entry["role"] == "drafter" and entry["state"] == "serving" for entry in report["services"])
 
 
-async def _compare(client: openai.AsyncOpenAI, question: str, max_tokens: int, console: Console) -> dict[str, Any]:
+async def _compare(
+    client: openai.AsyncOpenAI, question: str, max_tokens: int, drafting: bool, console: Console
+) -> dict[str, Any]:
+    """drafting: whether there is a drafter. Without one the target is asked twice, and no speeds are compared."""
     model = await served_model(client)
 
     async def answer(draft_len: int | None, length: int, on_span: Callable[[str, bool], None]) -> Answer:
@@ -144,20 +149,23 @@ async def _compare(client: openai.AsyncOpenAI, question: str, max_tokens: int, c
             draft_len=draft_len,
         )
 
-    with console.status("Warming up, with drafts and without"):
+    with console.status("Warming up, with drafts and without" if drafting else "Warming up"):
         for draft_len in (None, 0):
             await answer(draft_len, WARM_UP_TOKENS, lambda *_: None)
-    _heading(console, 3, "The question, with drafts", legend())
+    if drafting:
+        _heading(console, 3, "The question, with drafts", legend())
+    else:
+        _heading(console, 3, "The question, to the target alone: this config has no drafter")
     console.print(Text(question, style="bold"))
     drafted = await answer(None, max_tokens, lambda text, draft: print_span(console, text, draft))
     console.print("\n")
-    _heading(console, 4, "The same request with draft_len 0")
+    _heading(console, 4, "The same request with draft_len 0" if drafting else "The same request again")
     columns = (SpinnerColumn(), TextColumn("target alone"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(drafted.token_ids))
         plain = await answer(0, max_tokens, lambda *_: progress.advance(task))
     result = summary(drafted, plain)
-    console.print(_table(drafted, plain, result["identical"]))
+    console.print(_table(drafted, plain, result["identical"], drafting))
     return result
 
 
@@ -180,11 +188,12 @@ def json_line(result: dict[str, Any]) -> str:
     return json.dumps(result, ensure_ascii=False)
 
 
-def _table(drafted: Answer, plain: Answer, identical: bool) -> Table:
+def _table(drafted: Answer, plain: Answer, identical: bool, drafting: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
     for name in ("", "tokens", "steps", "tokens/step", "drafted", "accepted", "tokens/s"):
         table.add_column(name, justify="left" if not name else "right")
-    for name, answer in (("with drafts", drafted), ("draft_len 0", plain)):
+    names = ("with drafts", "draft_len 0") if drafting else ("target alone", "again")
+    for name, answer in zip(names, (drafted, plain), strict=True):
         usage = answer.usage.get("outrider", {})
         table.add_row(
             name,
@@ -197,7 +206,8 @@ def _table(drafted: Answer, plain: Answer, identical: bool) -> Table:
         )
     ratio = drafted.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
     same = "the same tokens" if identical else "DIFFERENT TOKENS"
-    table.caption = Text(f"  {ratio:.2f} x the speed, {same}", style="bold green" if identical else "bold red")
+    speed = f"{ratio:.2f} x the speed" if drafting else "no drafter, no speed-up"
+    table.caption = Text(f"  {speed}, {same}", style="bold green" if identical else "bold red")
     return table
 
 
