@@ -38,6 +38,7 @@ from engine.errors import CapacityError, ChannelError, InvalidRequest, OutriderE
 _log = logging.getLogger(__name__)
 
 MAX_ROWS = 4096
+MAX_SEQ = (1 << 63) - 1  # channels keep it as int64
 
 
 class DrafterCore:
@@ -280,8 +281,8 @@ class DrafterCore:
 
 
 def _check_plan(plan: StepRequest) -> None:
-    if plan.seq < 1:
-        raise ProtocolError("seq: steps are numbered from 1")
+    if not 1 <= plan.seq <= MAX_SEQ:
+        raise ProtocolError(f"seq: must be in 1..{MAX_SEQ}, got {plan.seq}")
     if len(plan.rows) > MAX_ROWS:
         raise ProtocolError(f"rows: {len(plan.rows)} in one plan, at most {MAX_ROWS}")
     if len({row.request_id for row in plan.rows}) != len(plan.rows):

@@ -25,7 +25,7 @@ from gateway.errors import ConfigError
 from gateway.generation import Generation
 from gateway.metrics import GatewayMetrics
 from gateway.rest.app import create_app
-from gateway.rest.connections import HeadDeadlineProtocol
+from gateway.rest.connections import DeadlineProtocol
 from gateway.rest.served import ServedModel
 from gateway.servicer import GrpcFace
 from gateway.text.errors import TextError
@@ -153,7 +153,7 @@ class GatewayApp:
         return _RestServer(
             uvicorn.Config(
                 app,
-                http=HeadDeadlineProtocol,
+                http=DeadlineProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

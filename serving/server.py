@@ -6,6 +6,7 @@ which the service ends what is its own: say NOT_SERVING, `drain`, `stop`, `close
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +18,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from engine.errors import ConfigError
-from serving.streams import next_message
+from serving.streams import FIRST_MESSAGE_S, next_message
 
 MAX_MESSAGE_BYTES = 1 << 30
 # Every stream holds a thread of the pool for as long as it lasts, apart from health's.
 MAX_STREAMS = 64
 STOP_GRACE_S = 2.0
+STOP_PATIENCE_S = 3.0  # for the library to say that all calls have ended
 DRAIN_POLL_S = 0.05
 REFLECTION_S = 10.0  # between two questions on one stream
+
+_log = logging.getLogger(__name__)
 
 
 class RpcServer:
@@ -39,6 +43,7 @@ class RpcServer:
         self._pool = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="rpc")
         self._server = grpc.server(
             self._pool,
+            interceptors=[_RequestDeadline()],
             maximum_concurrent_rpcs=MAX_STREAMS,  # one more is refused; it would wait for a thread without a deadline
             options=(
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -72,12 +77,39 @@ class RpcServer:
         self._health.enter_graceful_shutdown()
 
     def stop(self) -> None:
-        """Take no more calls, and end those that are under way soon. Blocks until they have."""
-        self._server.stop(STOP_GRACE_S).wait()
+        """Take no more calls, and end those that are under way soon. Blocks until they have, or should have."""
+        if not self._server.stop(STOP_GRACE_S).wait(STOP_GRACE_S + STOP_PATIENCE_S):
+            _log.warning("calls were still under way %g s after they were ended", STOP_PATIENCE_S)
 
     def close(self) -> None:
         """After `stop`: let the threads go."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _RequestDeadline(grpc.ServerInterceptor):  # type: ignore[type-arg]  # the stubs' alone are generic
+    """A call of one request whose request does not come would hold a thread of the pool for ever: it is taken for a
+    stream of requests, which is the same to the peer, and the first one waited for with a deadline.
+    """
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """See grpc.ServerInterceptor."""
+        handler = continuation(details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        answer = handler.unary_unary
+
+        def with_deadline(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            try:
+                request = next_message(requests, FIRST_MESSAGE_S)
+            except TimeoutError as error:
+                context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+            if request is None:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
+            return answer(request, context)
+
+        return grpc.stream_unary_rpc_method_handler(
+            with_deadline, handler.request_deserializer, handler.response_serializer
+        )
 
 
 class _Reflection:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import serving.server
@@ -44,3 +45,35 @@ def test_an_address_that_is_taken_names_the_key() -> None:
     finally:
         first.stop()
         first.close()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_call_whose_request_does_not_come_gives_its_place_back(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
+    """As many as there are places: whoever calls afterwards is answered. One that ends without a request is told so."""
+    monkeypatch.setattr(serving.server, "FIRST_MESSAGE_S", 0.3)
+    monkeypatch.setattr(serving.server, "MAX_STREAMS", 4)
+    server = RpcServer("127.0.0.1:0", "test.listen", "test.Test", lambda _: None)
+    server.start()
+    silence: queue.SimpleQueue[None] = queue.SimpleQueue()
+    try:
+        with grpc.insecure_channel(server.address) as channel:
+            # To the peer a call of one request is a stream of one.
+            check = channel.stream_unary(
+                "/grpc.health.v1.Health/Check",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            if asks:
+                with pytest.raises(grpc.RpcError) as refused:
+                    check(iter(()), timeout=20)
+                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            else:
+                calls = [check.future(iter(silence.get, None), timeout=20) for _ in range(4)]
+                assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        for _ in range(4):
+            silence.put(None)
+        server.stop()
+        server.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import ClassVar
 
 import httpx
 import openai
@@ -14,14 +15,15 @@ import uvicorn
 from starlette.types import Message
 
 from gateway.errors import InvalidGeneration, QueueFull, TargetUnavailable
-from gateway.rest.connections import HeadDeadlineProtocol
+from gateway.rest.connections import DeadlineProtocol
 from gateway.rest.sse import EventStream
 from tests.gateway.rest import fakes
 from tests.gateway.text import tiny_tokenizers
 
 
-class _Hurried(HeadDeadlineProtocol):
+class _Hurried(DeadlineProtocol):
     head_deadline_s = 0.3
+    take_deadline_s = 0.3
 
 
 @contextlib.asynccontextmanager
@@ -263,3 +265,47 @@ async def test_a_long_answer_outlives_the_deadline_of_its_head(url: str, dispatc
             with pytest.raises(asyncio.TimeoutError):
                 async with asyncio.timeout(3 * _Hurried.head_deadline_s):
                     await answer.aread()
+
+
+class _Noted(_Hurried):
+    """Says when a connection is gone."""
+
+    gone: ClassVar[asyncio.Event]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.gone.set()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_client_that_takes_nothing_of_a_whole_answer_is_let_go(reads: bool) -> None:
+    """One that takes it slowly, over several deadlines, gets all of it."""
+    body, half = b"x" * (8 << 20), 2 << 20
+
+    async def answer(scope: object, receive: object, send: Callable[[Message], Awaitable[None]]) -> None:
+        head = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    _Noted.gone = asyncio.Event()
+    server = uvicorn.Server(uvicorn.Config(answer, http=_Noted, log_level="warning", lifespan="off", ws="none"))
+    with socket.socket() as listener, socket.socket() as client:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # else what is taken shows in large lumps
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        task = asyncio.create_task(server.serve([listener]))
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(30):
+            await loop.sock_connect(client, listener.getsockname())
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            taken = 0
+            while reads and taken < len(body):
+                if taken < half:  # slowly, so that deadlines pass in between
+                    await asyncio.sleep(_Hurried.take_deadline_s / 10)
+                part = await loop.sock_recv(client, 1 << 16)
+                assert part, f"cut off after {taken} bytes"
+                taken += len(part)
+            await _Noted.gone.wait()
+        server.should_exit = True
+        await asyncio.wait_for(task, 10)
