@@ -32,7 +32,7 @@ from target_service.pcp.forward import RankForward
 from target_service.pcp.group import RankGroup, TorchGroup, choose_backend
 from target_service.pcp.laps import NoWatch
 from target_service.pcp.launched import LaunchForward
-from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, REST_S, RankArguments
+from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, REST_S, RankArguments, collective_timeout_s
 from target_service.pcp.warm import warm_up
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ def serve(told: RankArguments) -> None:
     while not board.wait_joining(TAKE_S):
         if board.closed:
             return
-    group = TorchGroup(told.rank, config.pcp_size, backend, told.port, device, JOIN_TIMEOUT_S, config.pcp_timeout_s)
+    timeout_s = collective_timeout_s(config, on_device)
+    group = TorchGroup(told.rank, config.pcp_size, backend, told.port, device, JOIN_TIMEOUT_S, timeout_s)
     board.set_state(told.rank, RankState.JOINED)
     if on_device:
         _follow_launches(told.rank, board, model, piece_backends, group, config)
