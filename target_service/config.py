@@ -51,7 +51,8 @@ class TargetConfig(SectionModel):
     check_integrity: check blocks and seats after every command; a fault is reported as such. For tests and debugging.
     pcp_size: ranks that share out a step's tokens (prefill-context parallelism); each holds the whole model and cache.
     pcp_backend: auto: nccl where each rank has a GPU to itself, else gloo. pcp_timeout_s: after which a collective
-    fails; pcp_start_timeout_s: for all ranks to load.
+    fails; with device execution (channel_depth + 1) * max_wait_ms later, since ranks enter theirs while rank 0 still
+    waits for drafters. pcp_start_timeout_s: for all ranks to load.
     """
 
     listen: AddressText = "127.0.0.1:50051"

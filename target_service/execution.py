@@ -18,18 +18,17 @@ from engine.errors import ConfigError
 from engine.request_blocks import RequestBlocks
 from engine.seats import SeatAllocator
 from kernels.kernel_set import kernels_for
-from kernels.layout import blocks_needed
 from target_service.acceptance import SyntheticAcceptance, parse_acceptance
 from target_service.config import TargetConfig
-from target_service.device.buffers import Sizes, StepBuffers
-from target_service.device.forward import StepForward
+from target_service.device.buffers import Sizes, StepBuffers, table_width
+from target_service.device.forward import StepForward, captured_rows
 from target_service.device.plan_buffer import PlanBuffer
 from target_service.device.runner import DeviceRunner
 from target_service.device.sampling import DeviceSampling
 from target_service.device.tables import DeviceTables
 from target_service.forward import BatchForward, LocalForward
 from target_service.model import LoadedModel, load_model, prepare_device, runs_on_device
-from target_service.pcp.captured import let_go
+from target_service.pcp.captured import can_capture, let_go, make_graphs
 from target_service.pcp.laps import LapWatch
 from target_service.pcp.ranks import Ranks
 from target_service.pcp.service import join_launching_ranks, join_ranks, start_ranks
@@ -129,15 +128,14 @@ def _device_runner(
     device, vocab_size = decoder.device, decoder.config.vocab_size
     kernels = kernels_for(device)
     longest = config.max_verify_len + 1
-    graph_rows = [rows for rows in sorted(set(config.graph_rows)) if rows < 2 * config.num_seats]
+    graph_rows = captured_rows(config)
     max_rows = max([config.num_seats, *graph_rows])
     sizes = Sizes(
         num_seats=config.num_seats,
         max_rows=max_rows,
         max_tokens=max(config.max_step_tokens, max_rows * longest),
         max_drafts=config.max_verify_len,
-        # A row's padded tokens may lie past its length limit.
-        table_width=blocks_needed(max_model_len + longest, config.block_size),
+        table_width=table_width(max_model_len, config.max_verify_len, config.block_size),
         max_seq_len=max_model_len + longest,
     )
     buffers = StepBuffers(sizes, device)
@@ -164,8 +162,7 @@ def _device_runner(
     else:
         # Two collectives a layer begin and end, three more a step.
         watch = LapWatch(device, (2 * decoder.config.num_layers + 3) * config.channel_depth)
-        # gloo waits for the device in its collectives, which no graph can.
-        captures = config.cuda_graphs and (device.type == "cpu" or ranks.backend == "nccl")
+        graphs = make_graphs(config, max_model_len, device, ranks.backend)
         forward = RankStepForward(
             decoder,
             loaded.kv,
@@ -176,14 +173,14 @@ def _device_runner(
             config.block_size,
             max_model_len,
             graph_rows,
-            captures,
+            can_capture(config, device, ranks.backend),
+            graphs,
             synthetic,
             ranks,
             join_launching_ranks(ranks, config, loaded, watch),
             watch,
             config.pcp_timeout_s,
         )
-        graphs = forward.graphs
         ranks.before_leaving(lambda: let_go(graphs, device, REST_S))
     sampling = DeviceSampling(config.num_seats, vocab_size, device, kernels, synthetic)
     return DeviceRunner(

@@ -15,6 +15,7 @@ from serving.server import RpcServer, drain
 from target_service.assembly import Target
 from target_service.config import TargetConfig
 from target_service.device_thread import DeviceThread
+from target_service.pcp.settings import awaited_s, collective_timeout_s
 from target_service.servicer import SERVICE_NAME, TargetServicer, add_target_servicer
 
 DEVICE_STOP_S = 30.0
@@ -81,6 +82,6 @@ def _device_deadline_s(config: TargetConfig, device: torch.device) -> float | No
     """
     if device.type != "cuda":
         return None
-    steps = config.channel_depth + 1
-    waits_s = steps * config.max_wait_ms / 1e3 + (config.pcp_timeout_s if config.pcp_size > 1 else 0.0)
+    # Ranks end it themselves, earlier, where they stand in a collective.
+    waits_s = collective_timeout_s(config, True) if config.pcp_size > 1 else awaited_s(config)
     return config.device_deadline_s + waits_s

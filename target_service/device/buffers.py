@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention.interface import AttentionMetadata
+from kernels.layout import blocks_needed
 from kernels.reference.commit_rows import TOKENS
 
 
@@ -61,6 +62,11 @@ class StepShape:
     anchors: torch.Tensor
     table: torch.Tensor
     packed: torch.Tensor
+
+
+def table_width(max_model_len: int, max_drafts: int, block_size: int) -> int:
+    """Columns of a block table: a row's padded tokens may lie past its length limit."""
+    return blocks_needed(max_model_len + max_drafts + 1, block_size)
 
 
 class StepBuffers:

@@ -18,6 +18,7 @@ from engine.kv_cache import KVCache
 from kernels.attention.interface import AttentionBackend
 from kernels.kernel_set import KernelSet
 from target_service.acceptance import SyntheticAcceptance
+from target_service.config import TargetConfig
 from target_service.device.buffers import StepBuffers, StepShape
 from target_service.device.plan_buffer import PlanBuffer
 from target_service.messages import RankLoad
@@ -74,8 +75,13 @@ MAX_LAYER_SETS = 4
 
 
 def most_graphs(num_row_counts: int, max_drafts: int, num_forms: int = 1) -> int:
-    """How many graphs are kept of uniform steps that end in one way: for each row count, length and form."""
-    return MAX_LAYER_SETS * num_row_counts * (max_drafts + 1) * num_forms
+    """How many graphs are kept of uniform steps: for each row count, length and form, to the end and to the logits."""
+    return 2 * MAX_LAYER_SETS * num_row_counts * (max_drafts + 1) * num_forms
+
+
+def captured_rows(config: TargetConfig) -> tuple[int, ...]:
+    """The row counts that uniform steps are padded to, ascending: those that this many seats can have a use for."""
+    return tuple(rows for rows in sorted(set(config.graph_rows)) if rows < 2 * config.num_seats)
 
 
 class StepForward:
@@ -97,17 +103,18 @@ class StepForward:
         graph_rows: Sequence[int],
         cuda_graphs: bool,
         synthetic: SyntheticAcceptance | None,
-        num_forms: int = 1,
+        graphs: GraphCache | None = None,
     ) -> None:
-        """backends: one per KV group, none of which needs host lengths. seat_tables: [1, S, B] int32. num_forms: graphs
-        that one row count and length may have for each way that a step ends.
+        """backends: one per KV group, none of which needs host lengths. seat_tables: [1, S, B] int32. graphs: where
+        captured steps are kept; None: as many as there can be of one form.
         """
         self.decoder = decoder
         # Without graphs there is nothing to be gained by padding.
         self._graph_rows = sorted(set(graph_rows)) if cuda_graphs else []
-        # To the end and to the logits.
-        num_graphs = 2 * most_graphs(len(self._graph_rows), buffers.sizes.max_drafts, num_forms)
-        self.graphs = GraphCache(decoder.device, num_graphs, cuda_graphs)
+        if graphs is None:
+            num_graphs = most_graphs(len(self._graph_rows), buffers.sizes.max_drafts)
+            graphs = GraphCache(decoder.device, num_graphs, cuda_graphs)
+        self.graphs = graphs
         self._kv = kv
         self._backends = tuple(backends)
         self._kernels = kernels

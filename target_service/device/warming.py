@@ -131,6 +131,8 @@ class Warming:
             self._sample(shape, query_len)
         output = self._forward.ragged(shape, batch, hidden_layers)
         assert output.logits is not None
+        if output.lap is not None:
+            output.lap.drop()  # of a step that nobody is told of
         no_logits = rows["logit_starts"][: num_rows + 1]
         verdict = self._kernels.verify_greedy(output.logits, no_logits, shape.drafts)
         self._forward.commit(shape, verdict.tokens, verdict.num_sampled)

@@ -19,20 +19,17 @@ from pathlib import Path
 import torch
 
 from engine.errors import OutriderError, RanksLost
-from engine.graphs import GraphCache
 from engine.leash import tie_to_parent
 from kernels.attention.interface import AttentionBackend
-from kernels.layout import blocks_needed
 from target_service.config import TargetConfig
-from target_service.device.forward import most_graphs
 from target_service.model import LoadedModel, load_model, make_backends, prepare_device, runs_on_device
 from target_service.pcp.board import Board, RankState
-from target_service.pcp.captured import Follower, column_sizes, let_go
+from target_service.pcp.captured import Follower, let_go, make_graphs
 from target_service.pcp.forward import RankForward
-from target_service.pcp.group import RankGroup, TorchGroup, choose_backend
+from target_service.pcp.group import Backend, RankGroup, TorchGroup, choose_backend
 from target_service.pcp.laps import NoWatch
 from target_service.pcp.launched import LaunchForward
-from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, REST_S, RankArguments
+from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, REST_S, RankArguments, collective_timeout_s
 from target_service.pcp.warm import warm_up
 
 _log = logging.getLogger(__name__)
@@ -81,10 +78,11 @@ def serve(told: RankArguments) -> None:
     while not board.wait_joining(TAKE_S):
         if board.closed:
             return
-    group = TorchGroup(told.rank, config.pcp_size, backend, told.port, device, JOIN_TIMEOUT_S, config.pcp_timeout_s)
+    timeout_s = collective_timeout_s(config, on_device)
+    group = TorchGroup(told.rank, config.pcp_size, backend, told.port, device, JOIN_TIMEOUT_S, timeout_s)
     board.set_state(told.rank, RankState.JOINED)
     if on_device:
-        _follow_launches(told.rank, board, model, piece_backends, group, config)
+        _follow_launches(told.rank, board, model, piece_backends, group, config, backend)
     else:
         _follow(told.rank, board, model, piece_backends, group)
     group.close()
@@ -119,6 +117,7 @@ def _follow_launches(
     piece_backends: Sequence[AttentionBackend],
     group: RankGroup,
     config: TargetConfig,
+    backend: Backend,
 ) -> None:
     """Device execution: launch step after step, on a stream of this rank's own as rank 0 does. Never further ahead of
     the device than rank 0 is, whose steps under way are bounded. RanksLost where the device does not come to rest.
@@ -130,9 +129,7 @@ def _follow_launches(
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(device)  # what was made so far was made on another stream
-    widest = blocks_needed(model.max_model_len + config.max_verify_len + 1, config.block_size)
-    row_counts, num_forms = len(set(config.graph_rows)), len(column_sizes(widest))
-    graphs = GraphCache(device, most_graphs(row_counts, config.max_verify_len, num_forms), config.cuda_graphs)
+    graphs = make_graphs(config, model.max_model_len, device, backend)
     follower = Follower(forward, graphs)
     with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         seq = 1

@@ -1,9 +1,11 @@
-"""How do the ranks of a target capture a step, and replay it, without ever waiting for one that does something else?
+"""How do the ranks of a target capture a step, and replay it, all of them alike?
 
-Each rank has a GraphCache of its own, and they need not agree: rank 0 has a graph for each way that a step may end,
-the others one for both, and any of them may have let one go. So an order never names a rank's next move. It has each
-rank enter the step's collectives exactly once, and whether a rank does that by itself, from a graph, or captures it on
-the occasion, is that rank's own affair: capturing enqueues nothing.
+Whether a collective is launched from a graph must be the same on all of its ranks, each with the graph of that very
+capture: so NCCL's guide has it ("Using NCCL with CUDA Graphs"). Each rank has a GraphCache of its own, and what one
+does (warm up, capture, replay, let one go) follows from its bound, from whether it may capture at all, and from the
+keys that it has been given, in turn. So these are the same everywhere: `make_graphs` takes nothing that differs between
+ranks; an order names the whole key, with what only rank 0 needs of it; and whoever has an order goes to the cache with
+it exactly once.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ import torch
 
 from engine.graphs import GraphCache
 from kernels.sharding import StepShards, count_pairs
+from target_service.config import TargetConfig
+from target_service.device.buffers import table_width
+from target_service.device.forward import captured_rows, most_graphs
 from target_service.messages import RankLoad
 from target_service.pcp.broadcast import columns_of
+from target_service.pcp.group import Backend
 from target_service.pcp.laps import NoWatch
 from target_service.pcp.launched import LaunchForward, Prepared
 from target_service.pcp.order import LaunchOrder, Way
@@ -31,20 +37,32 @@ _FEW_COLUMNS = 512
 _COLUMN_FACTOR = 4
 
 
-def column_sizes(table_width: int) -> tuple[int, ...]:
+def column_sizes(width: int) -> tuple[int, ...]:
     """How wide the tables of uniform steps are, ascending; the last holds any row. Few, since each is captured."""
-    most, sizes, size = columns_of(table_width), list[int](), _FEW_COLUMNS
+    most, sizes, size = columns_of(width), list[int](), _FEW_COLUMNS
     while size < most:
         sizes.append(size)
         size *= _COLUMN_FACTOR
     return (*sizes, most)
 
 
-def run_once(graphs: GraphCache, way: Way, key: Hashable, function: Callable[[], Result]) -> Result | None:
-    """Run `function` once, as GraphCache has it, and capture it where the order says so; its result, None where it was
-    only run on the way to being captured.
+def can_capture(config: TargetConfig, device: torch.device, backend: Backend) -> bool:
+    """Whether uniform steps are padded and captured. gloo waits for the device in its collectives, which no graph can;
+    on a CPU nothing is captured, and steps are run as if they were.
     """
-    if way is Way.CAPTURE and graphs.enabled and key not in graphs:
+    return config.cuda_graphs and (device.type == "cpu" or backend == "nccl")
+
+
+def make_graphs(config: TargetConfig, max_model_len: int, device: torch.device, backend: Backend) -> GraphCache:
+    """The cache of any rank, rank 0 included. max_model_len: the loaded model's."""
+    width = table_width(max_model_len, config.max_verify_len, config.block_size)
+    num_graphs = most_graphs(len(captured_rows(config)), config.max_verify_len, len(column_sizes(width)))
+    return GraphCache(device, num_graphs, can_capture(config, device, backend))
+
+
+def run_as_ordered(graphs: GraphCache, way: Way, key: Hashable, function: Callable[[], Result]) -> Result | None:
+    """Go to the cache once, as the order says; the step's result, None where it was to be captured."""
+    if way is Way.CAPTURE:
         graphs.capture(key, function, warm_ups=1)
         return None
     return graphs.run(key, function)
@@ -81,7 +99,7 @@ class Follower:
             self._forward.enqueue(prepared, None, NoWatch())
             return prepared  # which the graph then keeps
 
-        run_once(self._graphs, order.way, key, share)
+        run_as_ordered(self._graphs, order.way, key, share)
 
 
 def let_go(graphs: GraphCache, device: torch.device, timeout_s: float) -> bool:

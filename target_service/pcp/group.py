@@ -210,8 +210,8 @@ class _Done:
 
 def _one_host_environment(backend: Backend) -> dict[str, str]:
     """The ranks are processes of one host. NVLink multicast stays off: a fault in it takes the whole host's GPUs. Nor
-    are buffers of captured collectives registered: that is a handshake inside each capture, and ranks need not capture
-    at the same time.
+    are buffers of captured collectives registered: that is a handshake inside each capture, and what ranks capture at
+    the same step they need not capture at the same time.
     """
     if backend == "gloo":
         return {"GLOO_SOCKET_IFNAME": "lo"}

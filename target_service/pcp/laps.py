@@ -30,9 +30,15 @@ class Lap:
         milliseconds = self._seconds * 1e3
         for first, last in self._pairs:
             milliseconds += self._watch.between(first, last)
+        self.drop()
+        return milliseconds
+
+    def drop(self) -> None:
+        """Nobody will ask. At any time: that the device has not come past its events yet keeps nobody from recording
+        them again.
+        """
         self._watch.give_back(self._pairs)
         self._pairs = []
-        return milliseconds
 
 
 class LapWatch:
@@ -48,6 +54,11 @@ class LapWatch:
             self._recorder = Recorder()
             with torch.cuda.device(device):
                 self._free = [self._make(self._recorder) for _ in range(num_pairs)]
+
+    @property
+    def num_free(self) -> int:
+        """Pairs of events that may be recorded."""
+        return len(self._free)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

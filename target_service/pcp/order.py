@@ -19,7 +19,7 @@ import numpy as np
 from kernels.layout import BoolArray, Int32Array, Int64Array, blocks_needed
 
 _HEADER_WORDS = 6  # rows, tokens, columns of the block tables, hidden layers, and two spare
-_LAUNCH_WORDS = 4  # rows, columns, hidden layers, way
+_LAUNCH_WORDS = 5  # rows, columns, hidden layers, way, greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class StepOrder:
 
 
 class Way(IntEnum):
-    """How a launched step is run. EAGER: as it is. UNIFORM: as whatever GraphCache.run makes of its key. CAPTURE: once,
-    and captured for the next time. In each of them every rank enters the step's collectives exactly once.
+    """How a launched step is run. EAGER: as it is. UNIFORM: by GraphCache.run under its key. CAPTURE: by
+    GraphCache.capture. On all ranks alike, which have the same keys.
     """
 
     EAGER = 0
@@ -110,7 +110,8 @@ class LaunchOrder:
     context_lens: [R] int64, at most so (exact for prompt chunks): only how the step is dealt depends on it, and bounds.
     query_lens: [R] int64, 0 where a row does not run; one that turns out not to run on the device counts all the same.
     num_logits, splits, hidden_layers: see StepOrder. num_columns: of the block tables that follow, as many as the
-    longest row can need. way: all but EAGER only for uniform steps, whose order follows from their key.
+    longest row can need. way: all but EAGER only for uniform steps, whose order follows from their key. greedy: how a
+    uniform step ends on rank 0, which is no other rank's affair but that its graph is another one.
     """
 
     context_lens: Int64Array
@@ -120,22 +121,30 @@ class LaunchOrder:
     num_columns: int
     hidden_layers: tuple[int, ...]
     way: Way = Way.EAGER
+    greedy: bool = False
 
     @classmethod
     def uniform(
-        cls, num_rows: int, query_len: int, num_columns: int, hidden_layers: tuple[int, ...], block_size: int, way: Way
+        cls,
+        num_rows: int,
+        query_len: int,
+        num_columns: int,
+        hidden_layers: tuple[int, ...],
+        block_size: int,
+        way: Way,
+        greedy: bool,
     ) -> LaunchOrder:
         """Decode rows of query_len tokens each, all with logits. Contexts are bounded by what the columns hold, so that
         nothing of it depends on where the rows are.
         """
         lens = np.full(num_rows, query_len, dtype=np.int64)
         contexts = np.full(num_rows, num_columns * block_size - query_len, dtype=np.int64)
-        return cls(contexts, lens, lens, np.zeros(num_rows, dtype=np.bool_), num_columns, hidden_layers, way)
+        return cls(contexts, lens, lens, np.zeros(num_rows, dtype=np.bool_), num_columns, hidden_layers, way, greedy)
 
     @property
-    def key(self) -> tuple[int, int, int, tuple[int, ...]]:
-        """Of a uniform step: two with the same key are the same."""
-        return self.num_rows, int(self.query_lens[0]), self.num_columns, self.hidden_layers
+    def key(self) -> tuple[int, int, int, tuple[int, ...], bool]:
+        """Of a uniform step, on every rank: two with the same key are the same."""
+        return self.num_rows, int(self.query_lens[0]), self.num_columns, self.hidden_layers, self.greedy
 
     @property
     def num_rows(self) -> int:
@@ -151,7 +160,9 @@ class LaunchOrder:
         """Write it to the start of `buffer` and return how many bytes it took. ValueError where it does not fit."""
         words = np.concatenate(
             (
-                np.array([self.num_rows, self.num_columns, len(self.hidden_layers), self.way], dtype=np.int64),
+                np.array(
+                    [self.num_rows, self.num_columns, len(self.hidden_layers), self.way, self.greedy], dtype=np.int64
+                ),
                 self.context_lens,
                 self.query_lens,
                 self.num_logits,
@@ -167,11 +178,12 @@ class LaunchOrder:
     @classmethod
     def decode(cls, buffer: memoryview) -> LaunchOrder:
         """What `encode_into` wrote; copies, so that the buffer may be written again."""
-        num_rows, num_columns, num_layers, way = np.frombuffer(buffer, np.int64, _LAUNCH_WORDS).tolist()
+        num_rows, num_columns, num_layers, way, greedy = np.frombuffer(buffer, np.int64, _LAUNCH_WORDS).tolist()
         words = np.frombuffer(buffer, np.int64, 4 * num_rows + num_layers, _LAUNCH_WORDS * 8).copy()
         contexts, lens, num_logits, splits, layers = np.split(words, np.arange(1, 5) * num_rows)
         hidden_layers = tuple(layers.tolist())
-        return cls(contexts, lens, num_logits, splits.astype(np.bool_), num_columns, hidden_layers, Way(way))
+        prompts = splits.astype(np.bool_)
+        return cls(contexts, lens, num_logits, prompts, num_columns, hidden_layers, Way(way), bool(greedy))
 
 
 def logit_tokens(query_lens: Int64Array, num_logits: Int64Array) -> Int64Array:

@@ -83,8 +83,10 @@ class Ranks:
         """Process ids of ranks 1, 2, ..."""
         return tuple(process.pid for process in self._processes)
 
-    def join(self, device: torch.device) -> TorchGroup:
-        """Wait until all have loaded, then make the group. RanksLost when one ends first, or takes too long."""
+    def join(self, device: torch.device, timeout_s: float) -> TorchGroup:
+        """Wait until all have loaded, then make the group. timeout_s: of every collective. RanksLost when one ends
+        first, or takes too long.
+        """
         self._wait_all(RankState.LOADED, self._config.pcp_start_timeout_s)
         self.board.start_joining()
         try:
@@ -95,7 +97,7 @@ class Ranks:
                 self._store.port,
                 device,
                 JOIN_TIMEOUT_S,
-                self._config.pcp_timeout_s,
+                timeout_s,
             )
         except RuntimeError as error:  # torch.distributed's, of all sorts
             raise RanksLost(self._reason or f"the ranks did not meet: {str(error).partition(chr(10))[0]}") from error

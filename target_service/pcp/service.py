@@ -28,6 +28,7 @@ from target_service.pcp.laps import LapWatch
 from target_service.pcp.launched import LaunchForward
 from target_service.pcp.order import StepOrder, most_bytes, most_launch_bytes, table_columns
 from target_service.pcp.ranks import Ranks
+from target_service.pcp.settings import collective_timeout_s
 from target_service.pcp.warm import warm_up
 
 
@@ -112,7 +113,7 @@ def start_ranks(config: TargetConfig, directory: Path) -> Ranks | None:
 
 def join_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, blocks: RequestBlocks) -> ShardedForward:
     """Rank 0's forward with host execution, once all ranks are there. RanksLost when they do not come."""
-    piece_backends, group = _join(ranks, config, model)
+    piece_backends, group = _join(ranks, config, model, on_device=False)
     forward = RankForward(
         model.decoder,
         model.kv,
@@ -129,15 +130,17 @@ def join_launching_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel,
     """Rank 0's share of each forward with device execution, once all ranks are there. RanksLost when they do not come.
     watch: of the time in collectives.
     """
-    piece_backends, group = _join(ranks, config, model)
+    piece_backends, group = _join(ranks, config, model, on_device=True)
     return LaunchForward(
         model.decoder, model.kv, model.attention_backends, piece_backends, group, model.token_work, watch
     )
 
 
-def _join(ranks: Ranks, config: TargetConfig, model: LoadedModel) -> tuple[tuple[AttentionBackend, ...], RankGroup]:
+def _join(
+    ranks: Ranks, config: TargetConfig, model: LoadedModel, on_device: bool
+) -> tuple[tuple[AttentionBackend, ...], RankGroup]:
     """Meet the others, compiled and ready. Returns also the backends of pieces."""
     piece_backends = make_backends(config, model.decoder)
     if model.decoder.device.type == "cuda":
         warm_up(model, (model.attention_backends, piece_backends), config.max_step_tokens)
-    return piece_backends, ranks.join(model.decoder.device)
+    return piece_backends, ranks.join(model.decoder.device, collective_timeout_s(config, on_device))

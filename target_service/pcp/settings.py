@@ -15,6 +15,18 @@ CLOSE_S = 5.0  # for ranks to end by themselves
 REST_S = 3.0  # for a rank's device to come to rest, then
 
 
+def awaited_s(config: TargetConfig) -> float:
+    """The most that a step may wait for drafters, its own and those of the steps before it."""
+    return (config.channel_depth + 1) * config.max_wait_ms / 1e3
+
+
+def collective_timeout_s(config: TargetConfig, on_device: bool) -> float:
+    """After which a collective fails, as the group counts it: from when it is enqueued. With device execution rank 0's
+    stands behind its drafters' replies by then, and the others enter theirs at once.
+    """
+    return config.pcp_timeout_s + (awaited_s(config) if on_device else 0.0)
+
+
 class RankArguments(BaseModel):
     """Everything that a rank needs to know. order_bytes: of the largest order. board_depth: how many the board
     holds. port: where the ranks meet.

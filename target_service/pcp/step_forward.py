@@ -5,8 +5,8 @@ on the board, what the device has prepared is broadcast, and rank 0 runs its sha
 before it (drafts, per-seat state) and behind it (verdicts, ring entry) is rank 0's, as on a target of one rank. Once
 the order is out there is no way back: an error in between ends the target.
 
-Uniform steps are captured on every rank, with the collectives in them (`captured.py`). Their order goes out before
-rank 0 enters the graph that it has, or is about to make.
+Uniform steps are captured on every rank, with the collectives in them (`captured.py`). Their order, with the key that
+rank 0's graph has, goes out before rank 0 enters the graph, or makes it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from engine.decoder import Decoder
 from engine.errors import RanksLost
+from engine.graphs import GraphCache
 from engine.kv_cache import KVCache
 from kernels.kernel_set import KernelSet
 from kernels.layout import PAD_SLOT, blocks_needed
@@ -29,7 +30,7 @@ from target_service.device.forward import Batch, HostRows, StepForward, StepOutp
 from target_service.device.plan_buffer import PlanBuffer
 from target_service.messages import RankLoad
 from target_service.pcp.broadcast import StepData, columns_of
-from target_service.pcp.captured import column_sizes, run_once, uniform_loads
+from target_service.pcp.captured import column_sizes, run_as_ordered, uniform_loads
 from target_service.pcp.laps import LapWatch, NoWatch
 from target_service.pcp.launched import LaunchForward, Prepared
 from target_service.pcp.order import LaunchOrder, Way
@@ -51,6 +52,7 @@ class RankStepForward(StepForward):
         max_model_len: int,
         graph_rows: Sequence[int],
         captures: bool,
+        graphs: GraphCache,
         synthetic: SyntheticAcceptance | None,
         ranks: Ranks,
         launched: LaunchForward,
@@ -58,10 +60,9 @@ class RankStepForward(StepForward):
         timeout_s: float,
     ) -> None:
         """graph_rows: the row counts that are warmed up. captures: uniform steps are padded to them and captured, which
-        the group must be able to be; else steps of all sorts run as they are. launched: this rank's share, and watch
-        its Watch. timeout_s: how long the board may have no room.
+        the group must be able to be; else steps of all sorts run as they are. graphs: `make_graphs`, like every
+        rank's. launched: this rank's share, and watch its Watch. timeout_s: how long the board may have no room.
         """
-        sizes = column_sizes(seat_tables.shape[-1])
         super().__init__(
             decoder,
             kv,
@@ -75,10 +76,10 @@ class RankStepForward(StepForward):
             graph_rows,
             captures,
             synthetic,
-            num_forms=len(sizes),
+            graphs,
         )
         self._warmed_rows = tuple(sorted(set(graph_rows)))
-        self._column_sizes = sizes
+        self._column_sizes = column_sizes(seat_tables.shape[-1])
         self._ranks = ranks
         self._launched = launched
         self._watch = watch
@@ -110,11 +111,13 @@ class RankStepForward(StepForward):
     def _captured(
         self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, columns: int, way: Way
     ) -> tuple[StepOutput, Prepared] | None:
-        order = LaunchOrder.uniform(shape.num_rows, shape.query_stride, columns, hidden_layers, self._block_size, way)
-        key = (*order.key, greedy)
+        order = LaunchOrder.uniform(
+            shape.num_rows, shape.query_stride, columns, hidden_layers, self._block_size, way, greedy
+        )
+        key = order.key
         known = key in self.graphs
-        if known and way is Way.CAPTURE:
-            return None
+        if way is Way.CAPTURE and (known or not self.graphs.enabled):
+            return None  # on any rank there is nothing to be done
         with self._ordered(order):
             # Not in the function, which must upload nothing.
             prepared = None if known else self._launched.prepare(order)
@@ -124,7 +127,7 @@ class RankStepForward(StepForward):
                 run = self._uniform_step(shape, greedy, lambda: self._share(shape, prepared))
                 return run(), prepared  # what a graph returns it keeps, and so what it reads and writes
 
-            return run_once(self.graphs, way, key, step)
+            return run_as_ordered(self.graphs, way, key, step)
 
     def _share(self, shape: StepShape, prepared: Prepared) -> StepOutput:
         """Forward over all ranks, and logits, of a uniform step. Times inside a graph nobody could read."""

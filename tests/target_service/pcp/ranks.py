@@ -1,21 +1,21 @@
 """How do tests run ranks without processes, and graphs without a GPU?
 
 `ThreadRanks`: a group whose ranks are threads of this process and whose collectives copy through a shared list. Every
-wait has a deadline, and shapes that differ between ranks fail, as they would hang elsewhere. `CpuGraphs`: what a
-GraphCache does on a GPU, by calling again what was captured.
+wait has a deadline, and shapes that differ between ranks fail, as they would hang elsewhere. `CpuGraphs`: a GraphCache
+that calls again what was captured.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import torch
 
-from engine.graphs import GraphCounts
+from engine.graphs import GraphCache
 from target_service.pcp.group import PendingWork
 
 DEADLINE_S = 20.0
@@ -86,49 +86,52 @@ class _Copy:
         return self._out.copy_(self._gathered)
 
 
-class CpuGraphs:
+class CpuGraphs(GraphCache):
     """A GraphCache whose replays call the function that was captured, with what it kept, and not the one that came.
 
-    max_graphs: beyond it the one used least recently goes. seen: the keys of all that ran.
+    happened: what became of which key, in turn: `warm` (run once), `ahead` (run, to be captured), `capture`, `replay`,
+    `evict`. seen: the keys of all that ran.
     """
 
-    enabled = True
-
     def __init__(self, max_graphs: int = 1000) -> None:
-        self.counts = GraphCounts()
+        super().__init__("cpu", max_graphs)
+        self.enabled = True
         self.seen: set[Any] = set()
-        self._max_graphs = max_graphs
-        self._kept: OrderedDict[Hashable, Callable[[], Any]] = OrderedDict()
-        self._warm: set[Hashable] = set()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._kept
+        self.happened: list[tuple[str, Hashable]] = []
+        self._kept: list[Hashable] = []
 
     def run(self, key: Hashable, function: Callable[[], ResultT]) -> ResultT:
         self.seen.add(key)
-        if key not in self._kept:
-            if key not in self._warm:
-                self._warm.add(key)
-                self.counts.eager_runs += 1
-                return function()
-            self._keep(key, function)
-        self._kept.move_to_end(key)
-        self.counts.replays += 1
-        result: ResultT = self._kept[key]()
-        return result
+        return super().run(key, function)
 
     def capture(self, key: Hashable, function: Callable[[], object], warm_ups: int = 1) -> None:
-        if key not in self._kept:
-            for _ in range(warm_ups):
-                function()
-            self._keep(key, function)
+        self.happened.append(("ahead", key))
+        super().capture(key, function, warm_ups)
 
-    def clear(self) -> None:
-        self._kept.clear()
-        self._warm.clear()
+    def _note_warm(self, key: Hashable) -> None:
+        self.happened.append(("warm", key))
+        super()._note_warm(key)
 
-    def _keep(self, key: Hashable, function: Callable[[], Any]) -> None:
+    def _on_side_stream(self, function: Callable[[], ResultT]) -> ResultT:
+        return function()
+
+    def _mark(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def _record(self, key: Hashable, function: Callable[[], object]) -> Any:
+        made: list[Any] = [None, None]
+
+        def replay() -> None:
+            self.happened.append(("replay", key))
+            made[1] = function()
+
+        made[0] = SimpleNamespace(replay=replay)
         self.counts.captures += 1
-        self._kept[key] = function
-        if len(self._kept) > self._max_graphs:
-            self._kept.popitem(last=False)
+        self.happened.append(("capture", key))
+        self._warm.pop(key, None)
+        self.counts.evictions += self._graphs.add(key, cast(Any, made), self._mark)
+        self._kept.append(key)
+        for gone in [kept for kept in self._kept if kept not in self]:
+            self._kept.remove(gone)
+            self.happened.append(("evict", gone))
+        return made

@@ -1,11 +1,15 @@
-"""Uniform steps over ranks: what is captured of them depends on nothing that changes, and ranks stay in step whatever
-graphs each has.
+"""Uniform steps over ranks: what is captured of them depends on nothing that changes, and all ranks warm up, capture,
+replay and let go the same at the same steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,15 +18,25 @@ import torch
 
 from engine.decoder import Decoder
 from engine.graphs import GraphCache
+from kernels.kernel_set import kernels_for
 from kernels.layout import make_positions, make_query_start_loc, make_slot_mapping
 from kernels.sharding import shard_step
+from target_service.config import TargetConfig
+from target_service.device.buffers import Sizes, StepBuffers
+from target_service.device.forward import MAX_LAYER_SETS, HostRows
+from target_service.device.plan_buffer import PlanBuffer
+from target_service.model import load_model
+from target_service.pcp import __main__ as rank_process
 from target_service.pcp import launched
+from target_service.pcp.board import Board, ExportedBoard
 from target_service.pcp.broadcast import StepData
-from target_service.pcp.captured import Follower, column_sizes, let_go, run_once, uniform_loads
-from target_service.pcp.group import RankGroup
-from target_service.pcp.laps import NoWatch
+from target_service.pcp.captured import Follower, can_capture, column_sizes, let_go, uniform_loads
+from target_service.pcp.group import Backend, RankGroup, SoloGroup
+from target_service.pcp.laps import LapWatch, NoWatch
 from target_service.pcp.launched import LaunchForward
 from target_service.pcp.order import LaunchOrder, Way, most_launch_bytes
+from target_service.pcp.step_forward import RankStepForward
+from tests.target_service.device.bench import Bench
 from tests.target_service.device.test_no_sync import no_reads
 from tests.target_service.pcp.ranks import CpuGraphs, ThreadRanks
 from tests.target_service.pcp.test_forward import (
@@ -40,6 +54,7 @@ from tests.target_service.pcp.test_forward import (
 __all__ = ["decoder"]  # a fixture
 CPU = torch.device("cpu")
 COLUMNS = 32
+NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def make_forward(model: Decoder, group: RankGroup) -> LaunchForward:
@@ -47,8 +62,10 @@ def make_forward(model: Decoder, group: RankGroup) -> LaunchForward:
     return LaunchForward(model, kv, backends(model, "reference"), backends(model, "reference"), group, 100, NoWatch())
 
 
-def uniform(num_rows: int, query_len: int, way: Way = Way.UNIFORM, layers: tuple[int, ...] = LAYERS) -> LaunchOrder:
-    return LaunchOrder.uniform(num_rows, query_len, COLUMNS, layers, BLOCK_SIZE, way)
+def uniform(
+    num_rows: int, query_len: int, way: Way = Way.UNIFORM, layers: tuple[int, ...] = LAYERS, greedy: bool = False
+) -> LaunchOrder:
+    return LaunchOrder.uniform(num_rows, query_len, COLUMNS, layers, BLOCK_SIZE, way, greedy)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -125,51 +142,131 @@ def write(data: StepData, order: Any, rows: list[int], query_len: int) -> None:
     data.block_tables[rows, : order.block_tables.shape[1]] = torch.from_numpy(order.block_tables)
 
 
-def test_ranks_stay_in_step_whatever_graphs_they_have(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some keep all, some hardly any, some have none at all."""
-    empty = StepData.empty
-
-    def nothing(order: LaunchOrder, device: torch.device) -> StepData:
-        data = empty(order, device)
-        data.fill_with_nothing()
-        return data
-
-    monkeypatch.setattr(StepData, "empty", nothing)  # no rank is rank 0 here, to fill it
-    source = random.Random(3)
-    keys = [(1, 1), (2, 1), (4, 1), (1, 4), (2, 4)]
-    orders = [uniform(*source.choice(keys), source.choice([Way.UNIFORM, Way.CAPTURE])) for _ in range(40)]
-    mixed = LaunchOrder(np.array([0, 7]), np.array([19, 3]), np.array([1, 3]), np.array([True, False]), COLUMNS, ())
-    orders[10:10] = orders[30:30] = [mixed]
-    ranks = ThreadRanks(4)
-
-    def act(group: RankGroup) -> Any:
-        graphs = cast(Any, (CpuGraphs(), CpuGraphs(1), CpuGraphs(3), GraphCache(CPU, 4))[group.rank])
-        follower = Follower(make_forward(decoder, group), graphs)
-        for order in orders:
-            follower.run(order)
-        return graphs.counts
-
-    counts = ranks.run(act)
-    layers = decoder.config.num_layers
-    assert ranks.calls == [40 * (layers + 3) + 2 * (layers + 2)] * 4
-    assert counts[0].captures == len(keys)
-    assert counts[1].captures > counts[2].captures > counts[0].captures
-    assert (counts[3].captures, counts[3].eager_runs) == (0, 40)
+# Without rows: it tells the ranks of a test that there are no more.
+LAST = LaunchOrder(NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS > 0, 0, ())
 
 
-@pytest.mark.parametrize("way", [Way.UNIFORM, Way.CAPTURE])
-def test_a_function_runs_once_whatever_is_known_of_it(way: Way) -> None:
-    ran = list[int]()
-    for graphs in (CpuGraphs(), GraphCache(CPU, 4)):
-        for turn in range(1, 5):
-            run_once(cast(Any, graphs), way, "key", lambda turn=turn: ran.append(turn))  # type: ignore[misc]
-            assert len(ran) == turn
-        ran.clear()
+def follow_all(group: RankGroup, exported: ExportedBoard, follower: Follower) -> None:
+    board = Board.attach(exported.name, group.size, exported.order_bytes, exported.depth)
+    for seq in itertools.count(1):
+        order = board.take_launch(group.rank, seq, 20.0)
+        assert order is not None
+        if not order.num_rows:
+            return
+        follower.run(order)
+
+
+@pytest.mark.parametrize("max_graphs", [3, 100])
+def test_ranks_do_the_same_with_their_graphs(decoder: Decoder, max_graphs: int) -> None:
+    """Steps whose rows are all greedy, and others, of changing sizes and lengths, some captured ahead of their time,
+    and eager ones between them; few graphs are kept, or all.
+    """
+    source = random.Random(max_graphs)
+    sizes = [(1, 1), (4, 1), (1, 4), (4, 4)]
+    steps = [
+        (*source.choice(sizes), source.random() < 0.5, source.choice([3, 40]), source.choice("uuuce"))
+        for _ in range(80)
+    ]
+    kernels = kernels_for(CPU)
+    buffers, plans = StepBuffers(Sizes(8, 8, 32, 4, 16, 400), CPU), PlanBuffer(8, 1024, 1, CPU)
+    plans.upload(plans.blank)
+    seats = torch.full((8,), -1, dtype=torch.int32)
+    board = ExportedBoard(3, most_launch_bytes(8, len(LAYERS)), 100)
+
+    def lead(group: RankGroup, graphs: CpuGraphs) -> None:
+        forward = RankStepForward(
+            decoder,
+            decoder.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE),
+            kernels,
+            buffers,
+            plans,
+            torch.zeros(1, 8, 16, dtype=torch.int32),
+            BLOCK_SIZE,
+            64,
+            (1, 4),
+            True,
+            graphs,
+            None,
+            cast(Any, SimpleNamespace(lost=False, board=board.board)),
+            make_forward(decoder, group),
+            LapWatch(CPU, 0),
+            20.0,
+        )
+        forward._column_sizes = (8, 16)
+        for num_rows, query_len, greedy, context_len, what in steps:
+            shape = buffers.uniform(num_rows, query_len)
+            shape.seats.copy_(seats[:num_rows])
+            if what == "u":
+                output = forward.uniform(shape, LAYERS, greedy, [context_len] * num_rows)
+                assert (output.logits is None) == greedy
+            elif what == "c":
+                forward.capture(shape, LAYERS, greedy)
+            else:
+                lens = [query_len] * num_rows
+                host = HostRows([context_len] * num_rows, lens, lens, [False] * num_rows)
+                forward._run(shape, LAYERS, cast(Any, SimpleNamespace(host=host)))
+        board.board.publish(LAST, forward._seq + 1, 20.0, lambda: False)
+
+    def act(group: RankGroup) -> list[Any]:
+        torch.set_num_threads(1)
+        graphs = CpuGraphs(max_graphs)
+        with torch.inference_mode():
+            if group.rank == 0:
+                lead(group, graphs)
+            else:
+                follow_all(group, board, Follower(make_forward(decoder, group), graphs))
+        return graphs.happened
+
+    try:
+        first, *others = ThreadRanks(3).run(act)
+    finally:
+        board.close()
+    assert others == [first] * 2
+    happened = Counter(what for what, _ in first)
+    assert {key[-1] for _, key in first} == {False, True}
+    assert {key[2] for _, key in first} == {8, 16}
+    assert min(happened[what] for what in ("warm", "ahead", "capture", "replay")) > 2
+    assert (happened["evict"] > 5) == (max_graphs == 3)
+
+
+def test_ranks_bound_their_graphs_alike(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 pads to no more rows than its seats can use; all that each of its steps may be, counts."""
+    rows = [1, 3, 8, 40, 400]
+    bench = Bench(tiny_dir, pcp_size=2, threads=1, num_seats=8, graph_rows=rows, max_verify_len=3, block_size=4)
+    ranks, runner = bench.engine.ranks, bench.engine.device_runner
+    assert ranks is not None
+    assert runner is not None
+    ranks.close()
+    found = list[GraphCache]()
+
+    def follower(forward: LaunchForward, graphs: GraphCache) -> None:
+        found.append(graphs)
+
+    monkeypatch.setattr(rank_process, "Follower", follower)
+    config = ranks._config
+    loaded = load_model(config, tiny_dir, CPU)
+    closed = cast(Any, SimpleNamespace(closed=True))
+    rank_process._follow_launches(1, closed, loaded, loaded.attention_backends, SoloGroup(), config, "gloo")
+    widths = len(column_sizes(runner.forward._seat_tables.shape[-1]))
+    assert found[0].max_graphs == runner.forward.graphs.max_graphs == 2 * MAX_LAYER_SETS * 3 * 4 * widths
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "device", "backend", "can"),
+    [
+        (True, "cuda", "nccl", True),
+        (True, "cuda", "gloo", False),
+        (True, "cpu", "gloo", True),
+        (False, "cuda", "nccl", False),
+    ],
+)
+def test_who_can_capture(cuda_graphs: bool, device: str, backend: Backend, can: bool) -> None:
+    assert can_capture(TargetConfig(cuda_graphs=cuda_graphs), torch.device(device), backend) == can
 
 
 def test_the_order_of_a_uniform_step_follows_from_its_key() -> None:
     order = uniform(8, 4, Way.CAPTURE)
-    assert order.key == (8, 4, COLUMNS, LAYERS)
+    assert order.key == (8, 4, COLUMNS, LAYERS, False)
     assert int((order.context_lens + order.query_lens).max()) == COLUMNS * BLOCK_SIZE
     buffer = memoryview(bytearray(most_launch_bytes(8, len(LAYERS))))
     order.encode_into(buffer)
@@ -177,6 +274,8 @@ def test_the_order_of_a_uniform_step_follows_from_its_key() -> None:
     assert (again.key, again.way, again.num_tokens) == (order.key, Way.CAPTURE, 32)
     assert again.num_logits.tolist() == [4] * 8
     assert uniform(8, 4).way is Way.UNIFORM
+    uniform(8, 4, greedy=True).encode_into(buffer)
+    assert LaunchOrder.decode(buffer).key == (8, 4, COLUMNS, LAYERS, True)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from target_service.device.buffers import StepShape
 from target_service.device.forward import StepOutput
 from target_service.messages import RankLoad, RowStatus, SamplingSettings, StepReply
+from target_service.pcp.laps import Lap
 from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
 from tests.target_service.device.test_equality import SETTINGS, known_of, make_requests
 from tests.target_service.device.test_no_sync import no_reads
@@ -280,11 +281,20 @@ def test_warming_up_over_ranks_changes_nothing(benches: Benches, host: Bench, mo
     for request in requests:
         planner.place(request)
     warmed, captured = list[StepShape](), list[StepShape]()
+    laps, dropped = list[Lap](), list[Lap]()
+    drop = Lap.drop
     ragged, uniform = runner.forward.ragged, runner.forward.capture
 
     def seen(shape: StepShape, *rest: Any) -> StepOutput:
         warmed.append(shape)
-        return ragged(shape, *rest)
+        output = ragged(shape, *rest)
+        assert output.lap is not None
+        laps.append(output.lap)
+        return output
+
+    def seen_drop(lap: Lap) -> None:
+        dropped.append(lap)
+        drop(lap)
 
     def seen_uniform(shape: StepShape, *rest: Any, **named: Any) -> None:
         captured.append(shape)
@@ -297,6 +307,7 @@ def test_warming_up_over_ranks_changes_nothing(benches: Benches, host: Bench, mo
         with monkeypatch.context() as patched, torch.inference_mode():
             patched.setattr(runner.forward, "ragged", seen)
             patched.setattr(runner.forward, "capture", seen_uniform)
+            patched.setattr(Lap, "drop", seen_drop)
             warmed.clear()
             captured.clear()
             for job in runner.warm_up_jobs(LAYERS, (1, 4), bench.channel):
@@ -304,6 +315,7 @@ def test_warming_up_over_ranks_changes_nothing(benches: Benches, host: Bench, mo
     # Rows of one token and of four, then beside a prompt.
     assert [shape.num_tokens for shape in captured] == [1, 3, 8, 4, 12, 32]
     assert [shape.num_tokens for shape in warmed] == [36, 44, 64]
+    assert laps == dropped  # their events are there for the next step
     for request in requests:
         assert request.generated == expected[request.request_id]
         bench.release(request.request_id)

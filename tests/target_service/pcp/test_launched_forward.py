@@ -27,7 +27,7 @@ from target_service.pcp.laps import LapWatch, NoWatch
 from target_service.pcp.launched import LaunchForward
 from target_service.pcp.order import LaunchOrder, StepOrder
 from target_service.pcp.step_forward import RankStepForward, make_launch_order
-from tests.target_service.pcp.ranks import ThreadRanks
+from tests.target_service.pcp.ranks import CpuGraphs, ThreadRanks
 from tests.target_service.pcp.test_forward import (
     BLOCK_SIZE,
     LAYERS,
@@ -184,6 +184,7 @@ def rank_forward(
         MAX_LEN,
         (3, 1),
         captures,
+        CpuGraphs(),
         None,
         cast(Any, SimpleNamespace(lost=lost, board=board)),
         cast(Any, SimpleNamespace(run=run)),
@@ -266,7 +267,13 @@ def test_laps_on_a_gpu_use_their_events_again(monkeypatch: pytest.MonkeyPatch) -
         with watch.running():
             pass
     assert watch.cut().take_ms() == 12.0
+    for _ in range(3):  # steps that nobody asks
+        for _ in range(4):
+            with watch.running():
+                pass
+        watch.cut().drop()
     assert len(made) == 8
+    assert watch.num_free == 4
 
 
 def test_a_group_of_one_sends_nothing() -> None:
