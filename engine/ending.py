@@ -16,8 +16,10 @@ from typing import NoReturn
 
 def end_now(status: int) -> NoReturn:
     """End this process with `status`, at once and from whatever thread, with everything said that was to be said."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
-            stream.flush()
-    os._exit(status)
+    try:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+                stream.flush()
+    finally:
+        os._exit(status)

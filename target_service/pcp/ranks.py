@@ -209,6 +209,7 @@ class Ranks:
             self._reason = reason
             on_lost = self._on_lost
         self._kill()  # who waits for them in a collective is let go by it
+        self._exported.close()  # now: a device that waits for them may keep us from ever coming to `close`
         if on_lost is not None:
             on_lost()
 

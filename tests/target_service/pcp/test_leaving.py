@@ -134,6 +134,7 @@ def test_a_group_that_may_still_be_used_is_not_left(ranks: Ranks, peer: Peer, lo
     ranks.before_leaving(lambda: lost)
     if lost:
         ranks._lose("rank 1 is gone")
+        assert not (SHM / ranks._exported.name).exists()  # whatever becomes of this process
     ranks.close()
     assert not group.left.is_set()
     assert peer.killed
