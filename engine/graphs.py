@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -111,7 +112,7 @@ class GraphCache:
         with torch.cuda.stream(self._stream):  # which is idle, so that torch's own recording does not wait
             event = self._recorder.make(blocking=False)
         self._recorder.record(event)
-        return event.query
+        return partial(self._recorder.passed, event)
 
     def _on_side_stream(self, function: Callable[[], Result]) -> Result:
         """Call `function` in the stream that captures, in order with the current one, so that what libraries keep by

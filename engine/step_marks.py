@@ -43,7 +43,7 @@ class StepMarks:
 
     def done(self) -> bool:
         """Whether the device has come past the last point."""
-        return self._events is None or self._events[_LAST].query()
+        return self._events is None or self._recorder.passed(self._events[_LAST])
 
     def wait(self) -> None:
         """Block until the device has come past the last point: for ever, where it hangs. Whoever waits sees to a

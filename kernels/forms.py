@@ -42,6 +42,7 @@ class Forms:
     def __init__(self, most: int = MAX_FORMS) -> None:
         self._most = most
         self._forms: OrderedDict[Hashable, Form] = OrderedDict()
+        self._round = 0
 
     def __len__(self) -> int:
         return len(self._forms)
@@ -59,6 +60,14 @@ class Forms:
             self._forms[key] = form
             while len(self._forms) > self._most:
                 self._forms.popitem(last=False)
+
+    def renew(self, round_number: int) -> None:
+        """Forget them all where the number is another than the last time (at first: than 0): tensors that some of them
+        hold will not come again.
+        """
+        if round_number != self._round:
+            self._round = round_number
+            self._forms.clear()
 
     def clear(self) -> None:
         """Forget them all."""

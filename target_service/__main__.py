@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -10,12 +11,15 @@ import threading
 from collections.abc import Callable
 
 from engine.config_file import load_model_name, load_section
+from engine.ending import end_now
 from engine.errors import OutriderError
 from engine.fetch import fetch_model
 from engine.stop_signal import StopSignal
 from target_service.assembly import Target, build_target, warm_up
 from target_service.config import TargetConfig
 from target_service.server import TargetServer
+
+_log = logging.getLogger(__name__)
 
 WATCH_S = 0.25  # how late a signal may be noticed
 FAILED_STOP_S = 3.0  # for a clean stop after a failure, which may have left a thread inside the device
@@ -25,10 +29,17 @@ SYNTHETIC_WARNING = (
 )
 
 
-def main(arguments: list[str] | None = None, on_failure: Callable[[], object] = lambda: None) -> int:
+def main(
+    arguments: list[str] | None = None,
+    on_failure: Callable[[], object] = lambda: None,
+    end: Callable[[int], object] = lambda status: None,
+) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after a clean stop, 1 when a bug or a lost rank ended
     the service, 2 on a bad config or model. A lost device ends the process at once, with 3. on_failure: called, from
     any thread, before a stop after a failure.
+
+    end: called with the status when all is done, and nothing that is left has been let go: it is to end the process.
+    Not after a clean stop of a target without ranks, which may end as any program.
     """
     parser = argparse.ArgumentParser(prog="target_service", description="Outrider's target service.")
     parser.add_argument("--config", required=True, help="the config file (YAML)")
@@ -43,8 +54,10 @@ def main(arguments: list[str] | None = None, on_failure: Callable[[], object] = 
         stop.ask()
 
     target: Target | None = None
+    has_ranks = False
     try:
         config = load_section(options.config, "target", TargetConfig)
+        has_ranks = config.pcp_size > 1
         model_name = load_model_name(options.config, options.model)
         target = build_target(config, model_name, fetch_model(model_name))
         if config.accept != "exact":
@@ -55,7 +68,16 @@ def main(arguments: list[str] | None = None, on_failure: Callable[[], object] = 
         if target is not None:
             target.close()
         print(f"target_service: {error}", file=sys.stderr)
-        return 1 if failed.is_set() else 2
+        status = 1 if failed.is_set() else 2
+        end(status)
+        return status
+    except Exception:  # a bug, or no memory: ranks must not be left alone with it
+        _log.exception("the service cannot start")
+        with contextlib.suppress(OutriderError, RuntimeError):  # the first error is what counts
+            if target is not None:
+                target.close()
+        end(1)
+        raise
     server.start()
     print(f"target ready on {server.address} {_what_it_is(target, config, model_name)}", flush=True)
     while not stop.wait(WATCH_S):
@@ -65,8 +87,16 @@ def main(arguments: list[str] | None = None, on_failure: Callable[[], object] = 
         print(f"target_service: the device is lost: {server.lost}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(DEVICE_LOST)
-    server.stop()
-    return 1 if failed.is_set() else 0
+    try:
+        server.stop()
+    except Exception:  # a bug: what was not ended is, with this process
+        _log.exception("the service did not stop in good order")
+        end(1)
+        raise
+    status = 1 if failed.is_set() else 0
+    if status or has_ranks:
+        end(status)
+    return status
 
 
 def _what_it_is(target: Target, config: TargetConfig, model_name: str) -> str:
@@ -85,9 +115,5 @@ def end_soon() -> None:
 
 
 if __name__ == "__main__":
-    status = main(on_failure=end_soon)
-    if status == 1:
-        # Not by way of the interpreter's end: a group that has lost a rank may hold it up for ever.
-        logging.shutdown()
-        os._exit(status)
-    sys.exit(status)
+    # Not by way of the interpreter's end: a group that has lost a rank may hold it up for ever.
+    sys.exit(main(on_failure=end_soon, end=end_now))

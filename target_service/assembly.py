@@ -41,9 +41,11 @@ class Target:
 
     def close(self) -> None:
         """Free channels and ranks. Only once no command runs any more."""
-        self.channels.close()
-        if self.engine.ranks is not None:
-            self.engine.ranks.close()
+        try:
+            self.channels.close()
+        finally:
+            if self.engine.ranks is not None:
+                self.engine.ranks.close()
 
 
 def build_target(config: TargetConfig, model_name: str, directory: Path) -> Target:
@@ -53,6 +55,16 @@ def build_target(config: TargetConfig, model_name: str, directory: Path) -> Targ
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     engine = build_engine(config, directory)
+    try:
+        return _around(engine, config, model_name)
+    except BaseException:
+        if engine.ranks is not None:
+            engine.ranks.close()
+        raise
+
+
+def _around(engine: Engine, config: TargetConfig, model_name: str) -> Target:
+    """The service's parts around an engine."""
     model, sessions, max_model_len = engine.decoder.config, engine.sessions, engine.max_model_len
     blocks = sessions.blocks
     info = ServiceInfo(

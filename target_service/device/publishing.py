@@ -32,11 +32,13 @@ def publish_step(
     starts: torch.Tensor,
     plans: PlanBuffer,
     captured: torch.Tensor | None,
+    comes_again: bool,
 ) -> None:
     """Enqueue the ring entry and its publication. A channel that cannot take it costs drafts, never the step.
 
     entry: header and tensors of the step's entry. starts: [>= R + 1] int32, where each row's tokens begin in the batch.
-    plans: the step's plan, on the device.
+    plans: the step's plan, on the device. comes_again: `captured` is None or a graph's, so that later steps have it
+    where it is.
     """
     step, num_rows, spec = launch.step, len(launch.rows), channel.end.spec
     if num_rows > spec.max_rows or launch.num_tokens > spec.max_tokens:
@@ -44,16 +46,20 @@ def publish_step(
         return
     # Block tables are for who mirrors them; over host channels everybody gets them, as with host execution.
     with_tables = channel.shares_blocks or channel.end.kind != "cuda_ipc"
-    # A uniform step finds what it writes from where the last one of its size did; its hidden states too, in a graph.
+    # A uniform step finds what it writes from where the last one of its size did; its hidden states too, in a graph. Of
+    # any other no form is kept, which would hold hidden states that nobody asks for again.
     shape, hidden = launch.shape, 0 if captured is None else captured.data_ptr()
     key = ("publish", step.seq % spec.depth, num_rows, shape.num_rows, shape.query_stride, hidden)
-    form = None if launch.batch is not None else channel.forms.get(key)
+    may_have_form = launch.batch is None and comes_again
+    form = channel.forms.get(key) if may_have_form else None
     if form is not None:
         form(launch.num_tokens)
     else:
-        write = kernels.write_ring_entry if launch.batch is not None else kernels.prepare.write_ring_entry
+        write = kernels.prepare.write_ring_entry if may_have_form else kernels.write_ring_entry
         rest = (entry, starts, plans, captured, with_tables)
-        channel.forms.keep(key, write_entry(write, shape, num_rows, launch.num_tokens, spec.epoch, *rest))
+        form = write_entry(write, shape, num_rows, launch.num_tokens, spec.epoch, *rest)
+        if may_have_form:
+            channel.forms.keep(key, form)
     plans.copies.copy(entry[0], plans.rows["tag"], 1)
     try:
         channel.device_end.publish(step.seq)

@@ -248,6 +248,8 @@ class DeviceRunner:
         entry = end.ring(launch.step.seq) if end is not None else None
         self._taking.step(launch, channel, entry[0] if entry is not None else None)
         greedy = launch.needs.plain and launch.logprobs is None
+        graphs = self.forward.graphs.counts
+        replays = graphs.replays
         if batch is None:
             output = self.forward.uniform(shape, hidden_layers, greedy, launch.context_lens)
         else:
@@ -262,7 +264,9 @@ class DeviceRunner:
             logprobs = StepLogprobs(launch.logprobs, output.logits, shape.packed, *launch.logprob_where)
         if channel is not None and end is not None and entry is not None:
             starts = self._starts(shape) if batch is None else batch.starts
-            publish_step(self._kernels, launch, channel, entry, starts, self._plans, output.captured)
+            channel.forms.renew(graphs.evictions)  # some are of hidden states in a graph that may be gone
+            comes_again = output.captured is None or graphs.replays > replays
+            publish_step(self._kernels, launch, channel, entry, starts, self._plans, output.captured, comes_again)
         slot.copy_back(shape.packed.shape[0])
         slot.marks.set(ENDED)
         return Results(slot, shape.num_rows, shape.table.shape[1], logprobs, 0.0, output.loads, output.lap)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from engine.ending import end_now
 from engine.errors import OutriderError, RanksLost
 from engine.leash import tie_to_parent
 from kernels.attention.interface import AttentionBackend
@@ -35,11 +36,17 @@ from target_service.pcp.warm import warm_up
 _log = logging.getLogger(__name__)
 
 TAKE_S = 1.0
+BUG_STATUS = 1
+MODEL_STATUS = 2
 LOST_STATUS = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve rank 0's orders. Returns the exit status: 0: the board was closed; 2: the model cannot be loaded."""
+    """Serve rank 0's orders. Returns the exit status, 0, once the board was closed and the group left.
+
+    Any other end is the process's end, here and at once, with a status of 1: a bug, or no memory; 2: the model cannot
+    be loaded; 3: the ranks are lost.
+    """
     parser = argparse.ArgumentParser(prog="target_service.pcp", description="A rank of Outrider's target service.")
     parser.add_argument("arguments", help="what rank 0 tells it, as JSON")
     told = RankArguments.model_validate_json(parser.parse_args(arguments).arguments)
@@ -50,18 +57,24 @@ def main(arguments: list[str] | None = None) -> int:
         level=logging.INFO, format=f"%(asctime)s %(levelname)s rank {told.rank} %(name)s: %(message)s", force=True
     )
     try:
-        serve(told)
+        left = serve(told)
+    # Ended in the handlers: what the error's frames hold, graphs among it, is not let go first.
     except RanksLost as error:
         _log.error("%s", error)
-        return LOST_STATUS
+        end_now(LOST_STATUS)
     except OutriderError as error:
         print(f"target_service rank {told.rank}: {error}", file=sys.stderr)
-        return 2
+        end_now(MODEL_STATUS)
+    except BaseException:  # whatever it is, the others wait for this rank until its process is gone
+        _log.exception("the rank ends")
+        end_now(BUG_STATUS)
+    if not left:
+        end_now(0)
     return 0
 
 
-def serve(told: RankArguments) -> None:
-    """Load, join, run."""
+def serve(told: RankArguments) -> bool:
+    """Load, join, run. Whether the group, if there was one, has been left."""
     config: TargetConfig = told.config
     board = Board.attach(told.board_name, config.pcp_size, told.order_bytes, told.board_depth)
     threading.Thread(target=_beat, args=(board, told.rank), name="beat", daemon=True).start()
@@ -77,7 +90,7 @@ def serve(told: RankArguments) -> None:
     board.set_state(told.rank, RankState.LOADED)
     while not board.wait_joining(TAKE_S):
         if board.closed:
-            return
+            return True
     timeout_s = collective_timeout_s(config, on_device)
     group = TorchGroup(told.rank, config.pcp_size, backend, told.port, device, JOIN_TIMEOUT_S, timeout_s)
     board.set_state(told.rank, RankState.JOINED)
@@ -85,7 +98,7 @@ def serve(told: RankArguments) -> None:
         _follow_launches(told.rank, board, model, piece_backends, group, config, backend)
     else:
         _follow(told.rank, board, model, piece_backends, group)
-    group.close()
+    return group.close()
 
 
 def _follow(

@@ -107,10 +107,15 @@ class TorchGroup:
         """See RankGroup."""
         dist.broadcast(tensor, src=0)
 
-    def close(self) -> None:
-        """Leave the group. The others need not be there any more."""
+    def close(self) -> bool:
+        """Leave the group: all ranks at the same time, since over NCCL each waits until the others have closed their
+        connections to it, without a deadline. Nothing that holds its collectives may still run, or be kept.
+
+        False: it could not be left, and this process must not come to the interpreter's end, which would try again.
+        """
         with contextlib.suppress(RuntimeError):  # a peer that has gone first is no news at the end
             dist.destroy_process_group()
+        return not dist.is_initialized()
 
 
 def rendezvous(size: int, timeout_s: float) -> TCPStore:

@@ -29,6 +29,7 @@ from target_service.pcp.settings import (
     CLOSE_S,
     HANG_S,
     JOIN_TIMEOUT_S,
+    REST_S,
     STARVED_S,
     WATCH_S,
     RankArguments,
@@ -120,12 +121,16 @@ class Ranks:
         self._let_go = let_go
 
     def close(self) -> None:
-        """End the other ranks and free the board. Only once no step runs any more. Idempotent."""
+        """End the other ranks, leave the group with them, and free the board. Only once no step runs any more. A group
+        that cannot be left is left to the process's end, which must not be the interpreter's. Idempotent.
+        """
         self._closing.set()
         self._watcher.join()
         self._exported.close()
         # Ranks that are still loading do not look at the board yet.
-        end = time.monotonic() + (CLOSE_S if self._group is not None and not self.lost else 0.0)
+        patience_s = CLOSE_S if self._group is not None and not self.lost else 0.0
+        leaving = self._start_leaving()
+        end = time.monotonic() + patience_s
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
@@ -134,9 +139,21 @@ class Ranks:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        if self._group is not None and not self.lost and self._let_go():
-            self._group.close()
-            self._group = None
+        if leaving is not None:
+            leaving.join(REST_S)
+            if leaving.is_alive():
+                _log.warning("the group of %d ranks was not left within %g s", self._config.pcp_size, REST_S)
+
+    def _start_leaving(self) -> threading.Thread | None:
+        """Leave the group, beside the others, who do so now and each of whom waits for all. None: there is no group to
+        be left in good order.
+        """
+        group, self._group = self._group, None
+        if group is None or self.lost or not self._let_go():
+            return None
+        leaving = threading.Thread(target=group.close, name="group-leave", daemon=True)
+        leaving.start()
+        return leaving
 
     def _start(self, rank: int, directory: Path) -> subprocess.Popen[bytes]:
         told = RankArguments(
@@ -194,6 +211,7 @@ class Ranks:
             self._reason = reason
             on_lost = self._on_lost
         self._kill()  # who waits for them in a collective is let go by it
+        self._exported.close()  # now: a device that waits for them may keep us from ever coming to `close`
         if on_lost is not None:
             on_lost()
 

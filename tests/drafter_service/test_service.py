@@ -210,8 +210,9 @@ def test_nonsense_is_answered_by_a_fault_and_the_stream_lives_on(
     gateway.send(plan=common_pb2.StepPlan(seq=1, channel_id="nobody's"))
     fault = gateway.next("fault").fault
     assert (fault.kind, fault.seq) == ("channel", 1)
-    gateway.send(plan=common_pb2.StepPlan(seq=0, channel_id="nobody's"))
-    assert "seq" in gateway.next("fault").fault.detail
+    for seq in (0, 1 << 63):
+        gateway.send(plan=common_pb2.StepPlan(seq=seq, channel_id="nobody's"))
+        assert "seq: must be in 1.." in gateway.next("fault").fault.detail
     opened = gateway.open(service.address)
     twice = [common_pb2.RowPlan(request_id="r", epoch=1)] * 2
     gateway.send(plan=common_pb2.StepPlan(seq=1, channel_id=opened.channel_id, channel_epoch=1, rows=twice))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from engine.channel.host import host_id
 from kernels.kernel_set import KernelSet, kernels_for
 from target_service import execution
 from target_service.channels import AttachRequest, ChannelSettings, TargetChannels
+from target_service.device.forward import StepOutput
 from tests.kernels.replayed import Counts, replayed
 from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
 from tests.target_service.device.test_equality import known_of, make_requests
+from tests.target_service.pcp.ranks import CpuGraphs, ResultT
 
 
 def with_forms(monkeypatch: pytest.MonkeyPatch) -> Counts:
@@ -117,3 +122,62 @@ def test_forms_end_with_their_channel() -> None:
         assert len(channel.forms) == 0
     finally:
         channels.close()
+
+
+def published(bench: Bench) -> list[tuple[Any, ...]]:
+    """The keys of the forms of ring entries."""
+    assert bench.channel is not None
+    return [key for key in bench.channel.forms._forms if isinstance(key, tuple) and key[0] == "publish"]
+
+
+def test_no_form_holds_hidden_states_that_do_not_come_again(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a graph do; those of a plain run, such as a graph's first, do not."""
+    counts = with_forms(monkeypatch)
+    bench = Bench(tiny_dir, num_blocks=256)
+    assert bench.engine.device_runner is not None
+    planner = Planner(bench, 1)
+    request = Request("r", list(range(30, 40)), 40)
+    planner.place(request)
+    for _ in range(6):
+        planner.launch([request])
+        planner.take()
+    assert not published(bench)
+    forward = bench.engine.device_runner.forward
+    kept = StepGraphs()
+    monkeypatch.setattr(forward, "graphs", kept)
+    planner.launch([request])
+    planner.take()
+    assert kept.counts.eager_runs == 1
+    assert not published(bench)
+    for _ in range(2 * bench.local.target.spec.depth if bench.local is not None else 0):
+        planner.launch([request])
+        planner.take()
+    assert len(published(bench)) == kept.depth(bench)
+    assert counts.launched["write_ring_entry"] >= kept.depth(bench)
+    kept.counts.evictions += 1  # the graph may be gone
+    planner.launch([request])
+    planner.take()
+    assert len(published(bench)) == 1
+
+
+class StepGraphs(CpuGraphs):
+    """Whose results lie where those of the first run did, as a graph's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: dict[Hashable, Any] = {}
+
+    def run(self, key: Hashable, function: Callable[[], ResultT]) -> ResultT:
+        result = super().run(key, function)
+        first = self._results.setdefault(key, result)
+        if isinstance(first, StepOutput) and first.captured is not None:
+            assert isinstance(result, StepOutput)
+            assert result.captured is not None
+            first.captured.copy_(result.captured)
+            return replace(result, captured=first.captured)
+        return result
+
+    @staticmethod
+    def depth(bench: Bench) -> int:
+        assert bench.local is not None
+        return bench.local.target.spec.depth
