@@ -1,11 +1,11 @@
 """What do steps cost a target of several ranks, beside one of one, and are its tokens the same?
 
     python -m benchmarks.pcp_steps [--sizes 1 2] [--model DIR --load-format dummy] [--prompts 2048 16384 65536]
-                                   [--batches 1 16 64 256] [--execution auto|host|device]
+                                   [--batches 1 16 64 256] [--execution host|device]
 
 Starts targets of every `pcp_size`, side by side (the GPUs' memory takes them all), and uses them in turn: first a tiny
 model in fp32 whose tokens must not depend on the size; then, at the model's size, whole prompts, alone, and decode
-steps. With host execution their rows are of 1 + 3 tokens; with device execution (`auto` on a GPU) of one, as absent
+steps. With host execution their rows are of 1 + 3 tokens; with device execution of one, as absent
 drafts are not run there without a drafter (`benchmarks.step --pcp-size` has one), and `--depth` plans are under way;
 decode steps are then replays of captured ones, on one rank and, over NCCL, on several. Reported: milliseconds, of which
 in collectives on rank 0 (0 for captured steps, whose graphs have no times), how much faster than one rank, what the
@@ -93,13 +93,9 @@ class Setting:
         return {**section, "load_format": self.load_format}
 
 
-def execution_of(device: str, attention: str | None, execution: str) -> tuple[str, str]:
-    """The attention, and `host` or `device`, as the target would choose."""
-    if attention is None:
-        attention = "triton" if device != "cpu" else "reference" if execution == "device" else "torch"
-    if execution == "auto":
-        execution = "device" if device != "cpu" and attention == "triton" else "host"
-    return attention, execution
+def attention_of(device: str, execution: str) -> str:
+    """The attention where none is named."""
+    return "triton" if device != "cpu" else "reference" if execution == "device" else "torch"
 
 
 def num_captured(services: Services) -> int:
@@ -263,7 +259,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
     parser.add_argument("--attention", help="default: triton; on a CPU torch, or reference with device execution")
-    parser.add_argument("--execution", choices=("auto", "host", "device"), default="host")
+    parser.add_argument("--execution", choices=("host", "device"), default="host")
     parser.add_argument("--depth", type=int, help="plans under way in decode steps; default: 1, device execution 3")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, nargs="*", default=[2048, 16384, 65536])
@@ -274,7 +270,8 @@ def main() -> None:
     parser.add_argument("--max-step-tokens", type=int, default=16384)
     options = parser.parse_args()
     console = Console(stderr=True)
-    attention, execution = execution_of(options.device, options.attention, options.execution)
+    execution = options.execution
+    attention = options.attention or attention_of(options.device, execution)
     with tempfile.TemporaryDirectory() as scratch_name, ExitStack() as stack:
         scratch = Path(scratch_name)
         model = fetch_model(options.model) if options.model else make_tiny_model(scratch / "model")

@@ -13,6 +13,7 @@ from drafter_service.assembly import make_device_program, make_info, make_specul
 from drafter_service.config import DrafterConfig
 from drafter_service.server import DrafterServer
 from engine.config_file import load_model_name, load_section
+from engine.ending import end_now
 from engine.errors import OutriderError
 from engine.stop_signal import StopSignal
 
@@ -60,4 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    if exit_status:
+        end_now(exit_status)  # after a failure nothing left over may keep the process, and so its successor, waiting

@@ -165,7 +165,7 @@ async def _compare(
         task = progress.add_task("", total=len(drafted.token_ids))
         plain = await answer(0, max_tokens, lambda *_: progress.advance(task))
     result = summary(drafted, plain)
-    console.print(_table(drafted, plain, result["identical"], drafting))
+    console.print(comparison(drafted, plain, result["identical"], drafting))
     return result
 
 
@@ -188,7 +188,8 @@ def json_line(result: dict[str, Any]) -> str:
     return json.dumps(result, ensure_ascii=False)
 
 
-def _table(drafted: Answer, plain: Answer, identical: bool, drafting: bool) -> Table:
+def comparison(drafted: Answer, plain: Answer, identical: bool, drafting: bool) -> Table:
+    """The table for people. drafting: whether there was a drafter; else there is nothing to compare."""
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
     for name in ("", "tokens", "steps", "tokens/step", "drafted", "accepted", "tokens/s"):
         table.add_column(name, justify="left" if not name else "right")

@@ -69,6 +69,8 @@ def test_a_call_whose_request_does_not_come_gives_its_place_back(monkeypatch: py
                 assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             else:
                 calls = [check.future(iter(silence.get, None), timeout=20) for _ in range(4)]
+                # The server's deadline, not the callers'.
+                assert {call.details() for call in calls} == {"no message within 0.3 s"}
                 assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -12,7 +12,7 @@ from rich.console import Console
 from gateway.chat_client import Answer, AnswerFailed, ask, connect, served_model
 from gateway.conversation import Conversation, converse
 from gateway.errors import InvalidGeneration
-from gateway.quickstart import json_line, summary
+from gateway.quickstart import comparison, json_line, summary
 from tests.gateway.rest import fakes
 from tests.gateway.rest.test_server import serving
 from tests.gateway.text import tiny_tokenizers
@@ -147,6 +147,16 @@ async def test_a_conversation_that_is_cancelled_while_it_answers_ends(
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(talk, 30)
         await dispatcher.wait_open(0)
+
+
+@pytest.mark.parametrize(("drafting", "said"), [(True, "2.00 x the speed"), (False, "no drafter, no speed-up")])
+def test_speeds_are_compared_where_there_is_a_drafter(drafting: bool, said: str) -> None:
+    drafted = Answer("ab", [1, 2, 3, 4], [False, True, True, False], [1, 3], 0.0, 1.0, 2.0)
+    plain = Answer("ab", [1, 2, 3, 4], [False] * 4, [1, 1, 1, 1], 0.0, 1.0, 3.0)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(comparison(drafted, plain, True, drafting))
+    assert isinstance(console.file, io.StringIO)
+    assert f"{said}, the same tokens" in console.file.getvalue()
 
 
 def test_the_json_line_has_the_agreed_fields() -> None:

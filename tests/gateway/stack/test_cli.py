@@ -36,6 +36,7 @@ def test_version(processes: ProcessGroup) -> None:
     except metadata.PackageNotFoundError:
         expected = "0.0.0+uninstalled"
     assert outrider(processes, "version") == (0, f"{expected}\n")
+    assert outrider(processes, "--version") == (0, f"{expected}\n")
 
 
 @pytest.mark.parametrize("command", ["up", "quickstart"])

@@ -2,13 +2,13 @@
 
 `Bench` holds one core, host or device execution, over a tiny model. With device execution a step that was launched
 stays under way until the test lands it (or the core has to), so the host lags behind the device as far as the test
-likes. The drafter is a `LocalDrafter` on the other end of a `local` channel.
+likes. The drafter is a `LocalDrafter` (local_drafter.py) on the other end of a `local` channel.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -42,8 +42,9 @@ from target_service.messages import (
     StepRequest,
 )
 from target_service.streams import GatewayStream
+from tests.target_service.device.local_drafter import EPOCH, LocalDrafter
 
-CHANNEL_ID, EPOCH = "local", 3
+CHANNEL_ID = "local"
 
 
 # The same tests run on a GPU, where there is one.
@@ -163,73 +164,6 @@ class Bench:
         assert len(sessions) == 0
         assert sessions.capacity.free_seats == sessions.blocks.num_seats
         assert sessions.capacity.free_blocks == sessions.blocks.pool.num_usable
-
-
-# (row, position of the first draft, the drafts of the known sequence) -> what is published
-Script = Callable[[int, int, list[int]], list[int]]
-
-
-class LocalDrafter:
-    """Publishes drafts as a drafter would. known: request id -> the tokens that it is going to have."""
-
-    def __init__(self, local: LocalChannel, known: dict[str, list[int]], script: Script | None = None) -> None:
-        self.local = local
-        self.known = known
-        self.script = script or (lambda row, position, drafts: drafts)
-        self.seen: list[dict[str, Any]] = []
-
-    def look(self, step: StepRequest) -> dict[str, Any]:
-        """The step's ring entry, checked as far as it can be without knowing the step."""
-        header, ring = self.local.drafter.ring(step.seq)
-        seq, epoch, num_rows, num_tokens = header[:4].tolist()
-        assert (seq, epoch, num_rows) == (step.seq, EPOCH, len(step.rows))
-        starts = ring.query_start_loc[: num_rows + 1].tolist()
-        assert starts[0] == 0
-        assert starts[-1] == num_tokens <= sum(row.query_len for row in step.rows)
-        entry: dict[str, Any] = {"starts": starts, "positions": ring.positions[:num_tokens].tolist()}
-        for name in ("seq_lens", "seats", "num_sampled", "num_rejected", "anchors", "next_prompt_tokens", "seeds"):
-            entry[name] = getattr(ring, name)[:num_rows].tolist()
-        entry["input_ids"] = ring.input_ids[:num_tokens].tolist()
-        entry["hidden"] = None if ring.hidden is None else ring.hidden[:num_tokens].clone()
-        for row, request in enumerate(step.rows):
-            self._check_row(entry, row, request)
-        self.seen.append(entry)
-        return entry
-
-    def _check_row(self, entry: dict[str, Any], row: int, request: RowRequest) -> None:
-        start, end = entry["starts"][row : row + 2]
-        if start == end:
-            assert entry["seats"][row] == -1
-            assert (entry["seq_lens"][row], entry["num_sampled"][row], entry["num_rejected"][row]) == (0, 0, 0)
-            return
-        context_len = entry["seq_lens"][row] - (end - start)
-        committed = entry["seq_lens"][row] - entry["num_rejected"][row]
-        kept = committed - context_len
-        assert entry["positions"][start:end] == list(range(context_len, entry["seq_lens"][row]))
-        known = self.known.get(request.request_id)
-        if known is None:
-            return
-        assert entry["input_ids"][start : start + kept] == known[context_len:committed]
-        if entry["num_sampled"][row]:
-            assert entry["anchors"][row] == known[committed]
-            assert entry["next_prompt_tokens"][row] == -1
-        else:
-            assert entry["anchors"][row] == -1
-            assert entry["next_prompt_tokens"][row] == known[committed]
-
-    def answer(self, step: StepRequest, entry: dict[str, Any], tag: tuple[int, int, int] | None = None) -> None:
-        """Publish the reply to a step. tag: another one than the right one."""
-        reply = self.local.drafter.reply(step.seq)
-        reply.header.zero_()
-        reply.tokens.fill_(-1)
-        for row, request in enumerate(step.rows):
-            if not request.draft_len or not entry["num_sampled"][row]:
-                continue
-            committed = entry["seq_lens"][row] - entry["num_rejected"][row]
-            known = self.known[request.request_id][committed + 1 : committed + 1 + request.draft_len]
-            drafts = self.script(row, committed + 1, list(known))[:7]
-            reply.tokens[row, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
-        reply.header[:3] = torch.tensor(tag or (step.seq, EPOCH, len(step.rows)))
 
 
 @dataclass

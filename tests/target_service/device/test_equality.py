@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from target_service.messages import RowStatus, SamplingSettings
-from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
+from tests.target_service.device.bench import Bench, Planner, Request, outputs_without_drafts
+from tests.target_service.device.local_drafter import LocalDrafter
 
 SETTINGS: list[dict[str, Any]] = [
     {},

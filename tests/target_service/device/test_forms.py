@@ -16,7 +16,8 @@ from target_service import execution
 from target_service.channels import AttachRequest, ChannelSettings, TargetChannels
 from target_service.device.forward import StepOutput
 from tests.kernels.replayed import Counts, replayed
-from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
+from tests.target_service.device.bench import Bench, Planner, Request, outputs_without_drafts
+from tests.target_service.device.local_drafter import LocalDrafter
 from tests.target_service.device.test_equality import known_of, make_requests
 from tests.target_service.pcp.ranks import CpuGraphs, ResultT
 

@@ -11,7 +11,8 @@ import torch
 
 from target_service.flights import Flight
 from target_service.messages import FaultReply, RowRequest, RowStatus, SamplingSettings, StepReply, StepRequest
-from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
+from tests.target_service.device.bench import Bench, Planner, Request, outputs_without_drafts
+from tests.target_service.device.local_drafter import LocalDrafter
 from tests.target_service.device.test_equality import known_of, make_requests
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from target_service.messages import SamplingSettings
-from tests.target_service.device.bench import DEVICE, Bench, LocalDrafter, Planner, Request, outputs_without_drafts
+from tests.target_service.device.bench import DEVICE, Bench, Planner, Request, outputs_without_drafts
+from tests.target_service.device.local_drafter import LocalDrafter
 from tests.target_service.device.test_equality import SETTINGS, known_of
 
 ROOT = Path(__file__).resolve().parents[3]

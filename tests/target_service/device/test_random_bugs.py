@@ -22,7 +22,8 @@ from target_service.messages import (
     StepReply,
     StepRequest,
 )
-from tests.target_service.device.bench import CHANNEL_ID, EPOCH, Bench, LocalDrafter, Request, outputs_without_drafts
+from tests.target_service.device.bench import CHANNEL_ID, Bench, Request, outputs_without_drafts
+from tests.target_service.device.local_drafter import EPOCH, LocalDrafter
 from tests.target_service.device.test_equality import known_of, make_requests
 
 PLACES = (

@@ -9,7 +9,8 @@ import torch
 
 from target_service.assembly import warm_up
 from target_service.device.plan_buffer import HostPlan, PlanBuffer
-from tests.target_service.device.bench import Bench, LocalDrafter, Planner, outputs_without_drafts
+from tests.target_service.device.bench import Bench, Planner, outputs_without_drafts
+from tests.target_service.device.local_drafter import LocalDrafter
 from tests.target_service.device.test_equality import known_of, make_requests
 
 

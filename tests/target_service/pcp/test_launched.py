@@ -20,7 +20,8 @@ from target_service.device.buffers import StepShape
 from target_service.device.forward import StepOutput
 from target_service.messages import RankLoad, RowStatus, SamplingSettings, StepReply
 from target_service.pcp.laps import Lap
-from tests.target_service.device.bench import Bench, LocalDrafter, Planner, Request, outputs_without_drafts
+from tests.target_service.device.bench import Bench, Planner, Request, outputs_without_drafts
+from tests.target_service.device.local_drafter import LocalDrafter
 from tests.target_service.device.test_equality import SETTINGS, known_of, make_requests
 from tests.target_service.device.test_no_sync import no_reads
 from tests.target_service.pcp.ranks import CpuGraphs
