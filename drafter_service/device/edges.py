@@ -17,10 +17,7 @@ from kernels.reference.take_entry import EntryTensors
 
 
 class StepEdges:
-    """Enqueues both, over the program's buffers and the seats' state. Used by one thread.
-
-    forms, where given, are those of the channel.
-    """
+    """Enqueues both, over the program's buffers and the seats' state. Used by one thread. forms: the channel's."""
 
     def __init__(self, program: DrafterProgram, kernels: KernelSet) -> None:
         self._program = program
