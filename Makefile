@@ -1,7 +1,7 @@
 # The commands of the README. The first run makes .venv and installs; stamps make the next one start at once.
 #   make quickstart   a question answered with drafts and without       make serve   the stack until Ctrl-C
 #   make test         ruff, mypy and all tests                          make bench   the figures of the README
-#   make bench-gpu    all figures of an NVIDIA GPU, about eight minutes
+#   make bench-gpu    all figures of an NVIDIA GPU, about ten minutes
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 VENV ?= .venv

@@ -5,18 +5,19 @@
 Runs every measurement of this folder that needs a GPU, each as a process of its own with a time limit: one that fails
 is reported and the rest goes on. Raw output goes to `--out` as NAME.txt, the JSON that each ends with as NAME.json;
 then one table of headlines, and all of it as summary.json, whose text is also the last line. The compute-sanitizer
-sections come last and run side by side, since nothing is timed there. About eight minutes on an H200; sections for
-which `--budget` leaves no time are not run, and said so.
+sections run side by side, since nothing is timed there: on a second GPU where there is one, else last. About ten
+minutes on an H200; sections for which `--budget` leaves no time are not run, and said so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
-from benchmarks.sections import ROOT, Result, Section, report, summary_line
+from benchmarks.sections import ROOT, Result, Section, report, sanitizer, summary_line
 from benchmarks.shared_gpu import has_gpu
 
 SHAPE, HEAD_SHAPE = "configs/shapes/llama-3-8b", "configs/shapes/llama-3-8b-eagle3"
@@ -24,7 +25,6 @@ KERNEL_TESTS = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "small"),
     *("tests/gpu/test_kernels_gpu.py", "tests/gpu/test_step_kernels_gpu.py", "tests/gpu/test_prepared_gpu.py"),
 )
-SANITIZER = ("compute-sanitizer", "--target-processes", "application-only", "--error-exitcode", "9")
 
 
 def step_headline(result: Result) -> str:
@@ -96,11 +96,6 @@ def sanitized_headline(result: Result) -> str:
     return f"{result['tool']}, " + "; ".join(passes)
 
 
-def sanitizer(tool: str, port: int) -> tuple[str, ...]:
-    """The command. port: the first that it may listen at; several of them run side by side."""
-    return (*SANITIZER, "--tool", tool, "--port", str(port))
-
-
 def sections() -> dict[str, Section]:
     """All of them, in the order in which they run."""
     smollm2 = ("--model", "smollm2-135m-instruct", "--head", "smollm2-135m-instruct-eagle3", "--draft-len", "4")
@@ -118,10 +113,19 @@ def sections() -> dict[str, Section]:
         "drafter-kill": Section(("-m", "benchmarks.drafter_kill"), 80, kill_headline),
         "kernels": Section(("-m", "benchmarks.kernels", "--repeats", "15"), 90, kernels_headline),
         "launches": Section(("-m", "benchmarks.launches"), 30, launches_headline),
-        "memcheck-kernels": Section(KERNEL_TESTS, 110, summary_line, sanitizer("memcheck", 50_152), timed=False),
-        "racecheck-kernels": Section(KERNEL_TESTS, 110, summary_line, sanitizer("racecheck", 51_152), timed=False),
-        "memcheck-served": Section(("-m", "benchmarks.sanitized_step"), 200, sanitized_headline, timed=False),
+        "memcheck-kernels": Section(KERNEL_TESTS, 240, summary_line, sanitizer("memcheck", 50_152), timed=False),
+        "racecheck-kernels": Section(KERNEL_TESTS, 240, summary_line, sanitizer("racecheck", 51_152), timed=False),
+        "memcheck-served": Section(("-m", "benchmarks.sanitized_step"), 300, sanitized_headline, timed=False),
     }
+
+
+def second_gpu() -> dict[str, str] | None:
+    """The environment in which a process has that GPU and no other; None where there is one, or somebody chose."""
+    import torch
+
+    if "CUDA_VISIBLE_DEVICES" in os.environ or torch.cuda.device_count() < 2:
+        return None
+    return {"CUDA_VISIBLE_DEVICES": "1"}
 
 
 def main() -> None:
@@ -130,13 +134,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--only", nargs="+", choices=tuple(known), help="these sections")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all of them")
+    parser.add_argument("--budget", type=float, default=840.0, help="seconds for all of them")
     options = parser.parse_args()
     if not has_gpu():
         print("Nothing measured: there is no NVIDIA GPU here.")
         print(json.dumps({"sections": {}}))
         return
-    if not report(known, options.only, options.budget, options.out):
+    if not report(known, options.only, options.budget, options.out, second_gpu()):
         sys.exit(1)
 
 

@@ -18,16 +18,17 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plan_driver import Load, PlanDriver, Timeline
+from benchmarks.sections import sanitizer
 from benchmarks.services import Services
 from benchmarks.shared_gpu import has_gpu
 from tests.tiny_models import make_tiny_model
 
-SANITIZER = "compute-sanitizer"
+PORTS = {"target": 52_152, "drafter": 53_152}
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 DEADLINE_MS = 60_000  # everything is slow under the tool
 NUM_STEPS = 6
@@ -56,7 +57,7 @@ def errors(log: str) -> int | None:
 
 
 def run_pass(
-    scratch: Path, model: str, settings: Mapping[str, Any], env: Mapping[str, str], wrapper: Sequence[str]
+    scratch: Path, model: str, settings: Mapping[str, Any], env: Mapping[str, str], tool: str
 ) -> dict[str, Any]:
     """One run of both services; what the tool says of them is printed."""
     both: dict[str, Any] = {
@@ -71,7 +72,8 @@ def run_pass(
     }
     target = {**both, "max_step_tokens": 48, "max_wait_ms": DEADLINE_MS}
     drafter = {**both, "method": "eagle3", "random_head": {"seed": 1}, "max_draft_len": DRAFT_LEN}
-    services = Services(scratch, model, target, drafter, env, wrapper)
+    wrappers = {name: sanitizer(tool, port) for name, port in PORTS.items()}
+    services = Services(scratch, model, target, drafter, env, wrappers)
     with services:
         services.wait_ready()
         timeline = asyncio.run(serve(services))
@@ -93,16 +95,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", default="memcheck", help="of compute-sanitizer")
     options = parser.parse_args()
-    if not has_gpu() or shutil.which(SANITIZER) is None:
-        print(f"Nothing checked: there is no GPU, or no {SANITIZER}, here.")
+    if not has_gpu() or shutil.which("compute-sanitizer") is None:
+        print("Nothing checked: there is no GPU, or no compute-sanitizer, here.")
         print(json.dumps({"errors": None}))
         return
-    wrapper = [SANITIZER, "--tool", options.tool, "--target-processes", "application-only"]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         model = str(make_tiny_model(Path(scratch) / "model"))
         for name, (settings, env) in PASSES.items():
-            results[name] = run_pass(Path(scratch) / name, model, settings, env, wrapper)
+            results[name] = run_pass(Path(scratch) / name, model, settings, env, options.tool)
     print(json.dumps({"tool": options.tool, **results}))
     counts = [count for result in results.values() for count in result["errors"].values()]
     if any(counts) or None in counts:

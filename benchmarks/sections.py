@@ -25,6 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+# compute-sanitizer waits ten seconds for its program to reach the GPU, which an import of torch can outlast; both would
+# then wait for each other for ever.
+LAUNCH_TIMEOUT_S = 240
+
 # Sections that are no benchmarks: what pytest and compute-sanitizer say at their ends.
 SANITIZER_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*")
 PYTEST_SUMMARY = re.compile(r"^.*\d+ (?:passed|failed|skipped).* in .*$", re.MULTILINE)
@@ -48,12 +52,22 @@ class Section:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+def sanitizer(tool: str, port: int) -> tuple[str, ...]:
+    """compute-sanitizer as a prefix of a command. port: the first that it may listen at; those that run side by side
+    keep ten or more apart.
+    """
+    return (
+        *("compute-sanitizer", "--tool", tool, "--target-processes", "application-only"),
+        *("--launch-timeout", str(LAUNCH_TIMEOUT_S), "--port", str(port), "--error-exitcode", "9"),
+    )
+
+
 def summary_line(result: Result) -> str:
     """The headline of a section that ends with what pytest or compute-sanitizer say instead of JSON."""
     return str(result.get("line", ""))
 
 
-def run_section(name: str, section: Section, limit_s: float, out: Path) -> Result:
+def run_section(name: str, section: Section, limit_s: float, out: Path, env: Mapping[str, str]) -> Result:
     """Run one; its output in `out`. Never raises for what the section does."""
     wrapper = [*section.wrapper]
     if wrapper and shutil.which(wrapper[0]) is None:
@@ -64,6 +78,7 @@ def run_section(name: str, section: Section, limit_s: float, out: Path) -> Resul
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()]),
         **section.env,
+        **env,
     }
     with (out / f"{name}.txt").open("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
@@ -130,26 +145,33 @@ def last_words(text: str) -> str:
     return lines[-1][:200] if lines else ""
 
 
-def run_all(chosen: dict[str, Section], budget_s: float, out: Path, console: Console) -> dict[str, Result]:
-    """The timed ones in turn, then the others side by side."""
+def run_all(
+    chosen: dict[str, Section], budget_s: float, out: Path, console: Console, beside: Mapping[str, str] | None = None
+) -> dict[str, Result]:
+    """The timed ones in turn; then the others, side by side. beside: an environment in which those disturb nobody: they
+    run meanwhile.
+    """
     end = time.monotonic() + budget_s
     results: dict[str, Result] = {}
 
-    def run(name: str) -> None:
+    def run(name: str, env: Mapping[str, str]) -> None:
         left = end - time.monotonic()
         if left < LEAST_S:
             results[name] = {"status": "no time left", "seconds": 0.0, "headline": "", "result": None}
         else:
-            results[name] = run_section(name, chosen[name], min(chosen[name].limit_s, left), out)
+            results[name] = run_section(name, chosen[name], min(chosen[name].limit_s, left), out, env)
         entry = results[name]
         console.print(f"{name}: {entry['status']}, {entry['seconds']} s. {entry['headline']}", highlight=False)
 
-    for name, section in chosen.items():
-        if section.timed:
-            run(name)
     rest = [name for name, section in chosen.items() if not section.timed]
     with ThreadPoolExecutor(max(1, len(rest))) as pool:
-        list(pool.map(run, rest))
+        others = [pool.submit(run, name, beside) for name in rest] if beside is not None else []
+        for name, section in chosen.items():
+            if section.timed:
+                run(name, {})
+        others = others or [pool.submit(run, name, {}) for name in rest]
+        for other in others:
+            other.result()
     return {name: results[name] for name in chosen}
 
 
@@ -168,12 +190,18 @@ def machine() -> Result:
     return found
 
 
-def report(known: dict[str, Section], only: Sequence[str] | None, budget_s: float, out: Path) -> bool:
-    """Run the sections, print and keep everything. Returns whether all of them went well."""
+def report(
+    known: dict[str, Section],
+    only: Sequence[str] | None,
+    budget_s: float,
+    out: Path,
+    beside: Mapping[str, str] | None = None,
+) -> bool:
+    """Run the sections (`run_all`), print and keep everything. Returns whether all of them went well."""
     console = Console(width=160)
     out.mkdir(parents=True, exist_ok=True)
     chosen = {name: section for name, section in known.items() if not only or name in only}
-    results = run_all(chosen, budget_s, out, console)
+    results = run_all(chosen, budget_s, out, console, beside)
     summary = {"machine": machine(), "sections": results}
     table = Table("section", "status", "s", "what came of it", title=str(summary["machine"]["gpus"]), show_lines=True)
     for name, entry in results.items():

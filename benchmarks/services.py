@@ -24,6 +24,7 @@ from gateway.stack.settings import free_ports
 ROOT = Path(__file__).resolve().parent.parent
 READY_S = 180.0
 STOP_S = 20.0
+WRAPPED_STOP_S = 60.0
 POLL_S = 0.05
 LOG_TAIL = 4000
 
@@ -35,7 +36,8 @@ class ServicesFailed(Exception):
 class Services:
     """`with` it: target and drafter run. `drafter=None`: the target alone. env: added to both processes' own.
 
-    wrapper: a command that each service runs under, such as compute-sanitizer with its options.
+    wrappers: by service, a command that it runs under, such as compute-sanitizer with its options; it may take long to
+    end.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class Services:
         target: Mapping[str, Any],
         drafter: Mapping[str, Any] | None,
         env: Mapping[str, str] | None = None,
-        wrapper: Sequence[str] = (),
+        wrappers: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        self._wrapper = tuple(wrapper)
+        self._wrappers = dict(wrappers or {})
         ports = free_ports(2)
         self.target_address = f"127.0.0.1:{ports[0]}"
         self.drafter_address = f"127.0.0.1:{ports[1]}" if drafter is not None else None
@@ -74,19 +76,19 @@ class Services:
         if kind is not None:  # what went wrong may be told there
             for name in self.names:
                 print(f"--- {name}\n{self.log(name)}", file=sys.stderr)
-        for process in self._processes.values():
-            self._ask_to_stop(process)
-        for process in self._processes.values():
+        for name, process in self._processes.items():
+            self._ask_to_stop(process, name in self._wrappers)
+        for name, process in self._processes.items():
             try:
-                process.wait(STOP_S)
+                process.wait(WRAPPED_STOP_S if name in self._wrappers else STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
 
-    def _ask_to_stop(self, process: subprocess.Popen[bytes]) -> None:
+    def _ask_to_stop(self, process: subprocess.Popen[bytes], is_wrapped: bool) -> None:
         """SIGTERM to the service itself: a wrapper has a word to say after it."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            wrapped = psutil.Process(process.pid).children(recursive=True) if self._wrapper else []
+            wrapped = psutil.Process(process.pid).children(recursive=True) if is_wrapped else []
             for service in wrapped or [process]:
                 service.terminate()
 
@@ -97,7 +99,7 @@ class Services:
 
     def start(self, name: str) -> None:
         """Start a service, or start it again."""
-        argv = [*self._wrapper, sys.executable, "-m", f"{name}_service", "--config", str(self._config)]
+        argv = [*self._wrappers.get(name, ()), sys.executable, "-m", f"{name}_service", "--config", str(self._config)]
         with self._log_path(name).open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 argv, cwd=ROOT, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT

@@ -47,16 +47,18 @@ def middles(messages: Sequence[Any], *fields: str) -> dict[str, float]:
     }
 
 
-def on_the_gpu(way: str, step_ms: float, target: dict[str, float], drafter: dict[str, float]) -> dict[str, float]:
+def on_the_gpu(
+    way: str, step_ms: float, target: dict[str, float], drafter: dict[str, float], pcp_size: int
+) -> dict[str, float]:
     """By the services' own events on their streams: which share of a step they worked, waits left out; and, of the
-    split, half of what the target waited for drafts beyond the drafter's work, which is a hop. Nothing where steps are
-    not timed so.
+    split, half of what the target waited for drafts beyond the drafter's work, which is a hop. Not with ranks, which
+    meet meanwhile. Nothing where steps are not timed so.
     """
     drafting = drafter.get("prefill_ms", 0.0) + drafter.get("draft_ms", 0.0)
     if not target or (drafter and not drafting):
         return {}
     found = {"busy": round((target["forward_ms"] + target["verify_ms"] + drafting) / step_ms, 4)}
-    if drafting and way == "a":
+    if drafting and way == "a" and pcp_size == 1:
         found["hop_us"] = round(1e3 * (target["wait_ms"] - drafting) / 2, 1)
     return found
 
@@ -97,7 +99,7 @@ def summary(setting: Setting, samples: dict[int, dict[str, list[Sample]]], bandw
                 "host_parts_us": rounds[-1].parts_us,
                 "target": target,
                 "drafter": drafter,
-                "by_events": on_the_gpu(way, step_ms, target, drafter) if on_gpu else {},
+                "by_events": on_the_gpu(way, step_ms, target, drafter, setting.pcp_size) if on_gpu else {},
                 "missed": sum(sample.timeline.missed for sample in rounds),
                 "floor_ms": round(floor_ms, 4),
                 "over_floor": round(step_ms / floor_ms, 3),

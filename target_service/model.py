@@ -21,7 +21,7 @@ from engine.model_config import ModelConfig
 from kernels.attention.interface import AttentionBackend
 from kernels.attention.registry import make_attention
 from target_service.config import TargetConfig
-from target_service.pcp.group import rank_device
+from target_service.pcp.group import choose_backend, rank_device
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -89,8 +89,10 @@ def runs_on_device(config: TargetConfig, device: torch.device, backends: Sequenc
             "target.execution", f"device needs an attention that asks the host for no lengths, not {config.attention}"
         )
     if config.execution == "auto":
-        # Ranks over NCCL have been read with host execution alone; theirs is to be asked for.
-        return device.type == "cuda" and not needs_host and config.pcp_size == 1
+        # Over gloo every collective waits for the device, so that nothing runs ahead.
+        first = torch.device(config.device)  # of rank 0, whichever asks
+        over_gloo = config.pcp_size > 1 and choose_backend(config.pcp_backend, first, config.pcp_size) == "gloo"
+        return device.type == "cuda" and not needs_host and not over_gloo
     return config.execution == "device"
 
 

@@ -107,8 +107,8 @@ def start_ranks(config: TargetConfig, directory: Path) -> Ranks | None:
         # Warming up takes rows that no plan has.
         most_launch_bytes(2 * config.num_seats, model.num_layers),
     )
-    # With device execution as many orders as steps may be under way.
-    return Ranks(config, directory, order_bytes, config.channel_depth if config.execution == "device" else 2)
+    # With device execution, which the model decides, as many orders as steps may be under way.
+    return Ranks(config, directory, order_bytes, 2 if config.execution == "host" else config.channel_depth)
 
 
 def join_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, blocks: RequestBlocks) -> ShardedForward:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.channel.host import host_id
+from engine.graphs import GraphCache
 from kernels.kernel_set import KernelSet, kernels_for
 from target_service import execution
 from target_service.channels import AttachRequest, ChannelSettings, TargetChannels
@@ -136,6 +137,8 @@ def test_no_form_holds_hidden_states_that_do_not_come_again(tiny_dir: Path, monk
     counts = with_forms(monkeypatch)
     bench = Bench(tiny_dir, num_blocks=256)
     assert bench.engine.device_runner is not None
+    forward = bench.engine.device_runner.forward
+    monkeypatch.setattr(forward, "graphs", GraphCache("cpu", 1))  # which captures nothing, on a GPU either
     planner = Planner(bench, 1)
     request = Request("r", list(range(30, 40)), 40)
     planner.place(request)
@@ -143,7 +146,6 @@ def test_no_form_holds_hidden_states_that_do_not_come_again(tiny_dir: Path, monk
         planner.launch([request])
         planner.take()
     assert not published(bench)
-    forward = bench.engine.device_runner.forward
     kept = StepGraphs()
     monkeypatch.setattr(forward, "graphs", kept)
     planner.launch([request])

@@ -111,7 +111,7 @@ def test_an_error_of_ours_in_the_middle_of_a_launch_takes_its_requests(
 def test_a_release_that_is_refused_is_not_remembered(tiny_dir: Path) -> None:
     """Else what comes after the hello would not be run, for the sake of a release that never was."""
     bench = Bench(tiny_dir)
-    thread = DeviceThread(bench.core, 8, None, lambda: None)
+    thread = DeviceThread(bench.core, 8, None, lambda: None, bench.engine.device)
     stream = GatewayStream(2, Outbox(8, on_overflow=lambda: None))
     release = ReleaseRequest("a", 1)
     assert thread.submit(stream, release)

@@ -57,7 +57,7 @@ def test_who_watches_does_not_wait_for_what_was_completed_meanwhile(tiny_dir: Pa
     runner.make_landing = make_landing
     request = Request("a", [5, 6, 7], 30)
     bench.admit(request.admission())
-    thread = DeviceThread(bench.core, 8, None, lambda: None)
+    thread = DeviceThread(bench.core, 8, None, lambda: None, bench.engine.device)
     thread.start()
     try:
         for seq in (1, 2, 3):
@@ -109,7 +109,7 @@ def test_a_device_that_never_comes_back_is_lost(tiny_dir: Path, depth: int) -> N
     end, failed = threading.Event(), threading.Event()
     runner.make_landing = lambda marks: _Stuck(end)
     bench.admit(Request("a", [5, 6, 7], 30).admission())
-    thread = DeviceThread(bench.core, 8, None, failed.set, deadline_s=2.0)
+    thread = DeviceThread(bench.core, 8, None, failed.set, bench.engine.device, deadline_s=2.0)
     thread.start()
     try:
         for seq in (1, 2):
@@ -136,7 +136,7 @@ def test_a_device_that_takes_its_time_is_not_lost(tiny_dir: Path) -> None:
 
     runner.make_landing = lambda marks: Slow(threading.Event())
     bench.admit(Request("a", [5, 6, 7], 30).admission())
-    thread = DeviceThread(bench.core, 8, None, lambda: None, deadline_s=2.0)
+    thread = DeviceThread(bench.core, 8, None, lambda: None, bench.engine.device, deadline_s=2.0)
     thread.start()
     try:
         for seq in range(1, 5):
