@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "multi")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=tuple(dry("host")), help="these sections")
-    parser.add_argument("--execution", choices=("host", "device"), default="host", help="of the ranks")
+    parser.add_argument("--execution", choices=("host", "device"), default="device", help="of the ranks")
     parser.add_argument("--budget", type=float, default=570.0, help="seconds for all of them")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()

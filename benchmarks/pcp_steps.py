@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
     parser.add_argument("--attention", help="default: triton; on a CPU torch, or reference with device execution")
-    parser.add_argument("--execution", choices=("host", "device"), default="host")
+    parser.add_argument("--execution", choices=("host", "device"), default="device")
     parser.add_argument("--depth", type=int, help="plans under way in decode steps; default: 1, device execution 3")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, nargs="*", default=[2048, 16384, 65536])

@@ -28,7 +28,7 @@ class TargetConfig(SectionModel):
     device: cpu, cuda or cuda:N. attention: torch needs the rows' lengths on the host, triton and reference do not.
     execution: `host` reads every step's verdicts back before the next one is prepared; `device` puts steps on the
     device ahead of the verdicts of those before them; `auto` is device where it is cuda, the attention allows it, and
-    there is one rank.
+    ranks, if there are several, meet over nccl.
     load_format: `dummy` makes random weights of the model's shape, from its config.json alone.
     cuda_graphs: run steps of decode rows as captured graphs, padded to one of graph_rows rows; over ranks
     with nccl alone.
