@@ -185,6 +185,8 @@ def machine() -> Result:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
         found["gpus"] = answer.strip().splitlines()
+    except FileNotFoundError:
+        found["gpus"] = "no GPU"
     except (OSError, subprocess.SubprocessError) as error:
         found["gpus"] = str(error)
     return found
