@@ -18,12 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -40,35 +38,16 @@ _STEPS = "outrider_steps_total"
 _TARGET = 'outrider_step_seconds_sum{part="total",service="target"}'
 
 
-def _metrics(served: Served) -> dict[str, float]:
-    samples = {}
-    for line in httpx.get(f"{served.rest}/metrics", timeout=10).text.splitlines():
-        if line and not line.startswith("#"):
-            name, value = line.rsplit(" ", 1)
-            samples[name] = float(value)
-    return samples
-
-
-def _complete(served: Served, prompt_ids: list[int], num_tokens: int, draft_len: int | None) -> list[int]:
-    """One greedy completion past the end token, over a connection of its own."""
-    body: dict[str, Any] = {"prompt": prompt_ids, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    if draft_len is not None:
-        body["draft_len"] = draft_len
-    answer = httpx.post(f"{served.rest}/v1/completions", json=body, timeout=300)
-    answer.raise_for_status()
-    return list(answer.json()["choices"][0]["outrider"]["token_ids"])
-
-
 def _once(
     served: Served, prompts: list[list[int]], num_tokens: int, draft_len: int | None
 ) -> tuple[float, float, list[list[int]]]:
     """Tokens per second, milliseconds per step in no step, and the answers."""
-    before = _metrics(served)
+    before = served.metrics()
     start = time.perf_counter()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        tokens = list(pool.map(lambda ids: _complete(served, ids, num_tokens, draft_len), prompts))
+    answers = served.complete_all(prompts, num_tokens, draft_len)
     seconds = time.perf_counter() - start
-    after = _metrics(served)
+    after = served.metrics()
+    tokens = [list(answer["choices"][0]["outrider"]["token_ids"]) for answer in answers]
     between_ms = (seconds - (after[_TARGET] - before[_TARGET])) / (after[_STEPS] - before[_STEPS]) * 1e3
     return len(prompts) * num_tokens / seconds, between_ms, tokens
 

@@ -19,13 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 import yaml
 from rich.console import Console
@@ -88,39 +86,12 @@ class Reference:
         return [[int(token) for token in row[longest:]] for row in output]
 
 
-class Client:
-    """Streams of one stack, each on a connection of its own."""
-
-    def __init__(self, served: Served) -> None:
-        self._served, self._rest, self._model = served, served.rest, ""
-
-    def wait_ready(self) -> None:
-        """Until the stack serves."""
-        self._served.wait_ready()
-        self._model = httpx.get(f"{self._rest}/v1/models", timeout=10).json()["data"][0]["id"]
-
-    def complete(self, prompt: list[int], num_tokens: int, draft_len: int | None) -> dict[str, Any]:
-        """One greedy completion, past the end token."""
-        body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
-        body["ignore_eos"] = True
-        if draft_len is not None:
-            body["draft_len"] = draft_len
-        answer = httpx.post(f"{self._rest}/v1/completions", json=body, timeout=300)
-        answer.raise_for_status()
-        return dict(answer.json())
-
-    def all(self, prompts: list[list[int]], num_tokens: int, draft_len: int | None) -> list[dict[str, Any]]:
-        """As many streams as prompts, at once."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda prompt: self.complete(prompt, num_tokens, draft_len), prompts))
-
-
 def token_ids(answer: dict[str, Any]) -> list[int]:
     return list(answer["choices"][0]["outrider"]["token_ids"])
 
 
 @contextmanager
-def stack(config: Path, directory: str, device: str, dtype: str) -> Iterator[Client]:
+def stack(config: Path, directory: str, device: str, dtype: str) -> Iterator[Served]:
     """The config's stack in `dtype`, starting."""
     sections = yaml.safe_load(config.read_text())
     for name in ("target", "drafter"):
@@ -132,20 +103,20 @@ def stack(config: Path, directory: str, device: str, dtype: str) -> Iterator[Cli
         path.write_text(yaml.safe_dump(sections))
         served = Served(path, directory, Path(scratch), wait=False)
         try:
-            yield Client(served)
+            yield served
         finally:
             served.close()
 
 
 def speeds(
-    client: Client, reference: Reference, num_tokens: int, rounds: int, num_streams: int, console: Console
+    server: Served, reference: Reference, num_tokens: int, rounds: int, num_streams: int, console: Console
 ) -> dict[str, Any]:
     """Tokens per second of every way, medians over rounds, and the ratios within rounds."""
     prompts = reference.prompts(num_streams)
     last: dict[str, list[dict[str, Any]]] = {}
 
     def served(name: str, chosen: list[list[int]], count: int, draft_len: int | None) -> None:
-        last[name] = client.all(chosen, count, draft_len)
+        last[name] = server.complete_all(chosen, count, draft_len)
 
     found: dict[str, list[float]] = {}
     for number in range(-1, rounds):
@@ -185,14 +156,14 @@ def speeds(
     }
 
 
-def exact(client: Client, reference: Reference, num_tokens: int) -> dict[str, Any]:
+def exact(server: Served, reference: Reference, num_tokens: int) -> dict[str, Any]:
     """In fp32: do stack and transformers give the same tokens, one stream, several, with drafts and without?"""
     prompts = reference.prompts(EXACT_PROMPTS)
     expected = [reference.generate([prompt], num_tokens)[0] for prompt in prompts]
     plain, drafting = (
-        [token_ids(answer) for answer in client.all(prompts, num_tokens, draft_len)] for draft_len in (0, None)
+        [token_ids(answer) for answer in server.complete_all(prompts, num_tokens, draft_len)] for draft_len in (0, None)
     )
-    alone = token_ids(client.complete(prompts[0], num_tokens, None))
+    alone = token_ids(server.complete(prompts[0], num_tokens, None))
     same = [plain == expected, drafting == expected, alone == expected[0]]
     return {"identical": all(same), "no_drafts": same[0], "drafting": same[1], "alone": same[2]}
 
