@@ -114,15 +114,7 @@ def start_ranks(config: TargetConfig, directory: Path) -> Ranks | None:
 def join_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, blocks: RequestBlocks) -> ShardedForward:
     """Rank 0's forward with host execution, once all ranks are there. RanksLost when they do not come."""
     piece_backends, group = _join(ranks, config, model, on_device=False)
-    forward = RankForward(
-        model.decoder,
-        model.kv,
-        model.attention_backends,
-        piece_backends,
-        group,
-        model.max_model_len,
-        model.token_work,
-    )
+    forward = RankForward(model, piece_backends, group)
     return ShardedForward(ranks, forward, blocks, config.pcp_timeout_s)
 
 
@@ -131,9 +123,7 @@ def join_launching_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel,
     watch: of the time in collectives.
     """
     piece_backends, group = _join(ranks, config, model, on_device=True)
-    return LaunchForward(
-        model.decoder, model.kv, model.attention_backends, piece_backends, group, model.token_work, watch
-    )
+    return LaunchForward(model, piece_backends, group, watch)
 
 
 def _join(

@@ -25,7 +25,7 @@ from target_service.config import TargetConfig
 from target_service.device.buffers import Sizes, StepBuffers
 from target_service.device.forward import MAX_LAYER_SETS, HostRows
 from target_service.device.plan_buffer import PlanBuffer
-from target_service.model import load_model
+from target_service.model import LoadedModel, load_model
 from target_service.pcp import __main__ as rank_process
 from target_service.pcp import launched
 from target_service.pcp.board import Board, ExportedBoard
@@ -59,7 +59,8 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 def make_forward(model: Decoder, group: RankGroup) -> LaunchForward:
     kv = model.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-    return LaunchForward(model, kv, backends(model, "reference"), backends(model, "reference"), group, 100, NoWatch())
+    loaded = LoadedModel(model, kv, tuple(backends(model, "reference")), MAX_LEN, 100)
+    return LaunchForward(loaded, backends(model, "reference"), group, NoWatch())
 
 
 def uniform(

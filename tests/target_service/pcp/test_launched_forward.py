@@ -20,6 +20,7 @@ from engine.kv_cache import KVCache
 from kernels.layout import PAD_SLOT, make_positions, make_query_start_loc, make_slot_mapping
 from target_service.device.buffers import Sizes, StepBuffers
 from target_service.device.forward import HostRows
+from target_service.model import LoadedModel
 from target_service.pcp.broadcast import StepData, columns_of
 from target_service.pcp.forward import ShardedOutput
 from target_service.pcp.group import RankGroup, SoloGroup
@@ -78,12 +79,16 @@ def fill(order: StepOrder, launch: LaunchOrder, absent: set[int]) -> Callable[[S
     return write
 
 
+def launch_forward(model: Decoder, kv: KVCache, group: RankGroup) -> LaunchForward:
+    loaded = LoadedModel(model, kv, tuple(backends(model, "reference")), MAX_LEN, 100)
+    return LaunchForward(loaded, backends(model, "reference"), group, NoWatch())
+
+
 def run_launched(
     model: Decoder, orders: list[StepOrder], launches: list[LaunchOrder], absent: set[int], group: RankGroup
 ) -> tuple[list[ShardedOutput], KVCache]:
     kv = model.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-    whole, pieces = backends(model, "reference"), backends(model, "reference")
-    forward = LaunchForward(model, kv, whole, pieces, group, 100, NoWatch())
+    forward = launch_forward(model, kv, group)
     found = []
     for order, launch in zip(orders, launches, strict=True):
         writer = fill(order, launch, absent) if group.rank == 0 else None
@@ -129,8 +134,7 @@ def test_a_step_of_which_nothing_runs(decoder: Decoder) -> None:
 
     def run(group: RankGroup) -> KVCache:
         kv = decoder.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-        whole, pieces = backends(decoder, "reference"), backends(decoder, "reference")
-        forward = LaunchForward(decoder, kv, whole, pieces, group, 100, NoWatch())
+        forward = launch_forward(decoder, kv, group)
         forward.run(order, (lambda data: data.fill_with_nothing()) if group.rank == 0 else None)
         return kv
 
