@@ -31,7 +31,7 @@ from engine.decoder import Decoder
 from engine.model_config import ModelConfig
 from kernels.attention.torch_backend import TorchAttention
 from kernels.sharding import StepShards, shard_step
-from target_service.model import token_work
+from target_service.model import LoadedModel, token_work
 from target_service.pcp.board import Board
 from target_service.pcp.forward import RankForward
 from target_service.pcp.group import TorchGroup, rendezvous
@@ -130,12 +130,13 @@ def run_rank(
     decoder, device = small_decoder(), torch.device("cpu")
     group = TorchGroup(rank, size, "gloo", port, device, TIMEOUT_S, TIMEOUT_S)
     model = decoder.config
-    backends = [
+    backends = tuple(
         TorchAttention(model.num_heads, model.num_kv_heads, model.head_dim, model.attention_scale, kv_group.window)
         for kv_group in decoder.groups
-    ]
+    )
     kv = decoder.make_kv_cache(2 + max(tokens) // BLOCK_SIZE, BLOCK_SIZE)
-    forward = RankForward(decoder, kv, backends, backends, group, max(tokens), token_work(model))
+    loaded = LoadedModel(decoder, kv, backends, max(tokens), token_work(model))
+    forward = RankForward(loaded, backends, group)
     for num in tokens:
         order = step_order(num)
         times, inside = [], []

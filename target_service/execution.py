@@ -15,21 +15,26 @@ import torch
 from engine.block_pool import BlockPool
 from engine.decoder import Decoder
 from engine.errors import ConfigError
+from engine.graphs import GraphCache
 from engine.request_blocks import RequestBlocks
 from engine.seats import SeatAllocator
 from kernels.kernel_set import kernels_for
 from target_service.acceptance import SyntheticAcceptance, parse_acceptance
 from target_service.config import TargetConfig
-from target_service.device.buffers import Sizes, StepBuffers, table_width
-from target_service.device.forward import StepForward, captured_rows
+from target_service.device.buffers import Sizes, StepBuffers, StepMemory, table_width
+from target_service.device.forward import StepForward
+from target_service.device.frame import StepFrame
+from target_service.device.local_forward import LocalStepForward
+from target_service.device.padding import Padding, captured_rows, most_graphs
 from target_service.device.plan_buffer import PlanBuffer
-from target_service.device.runner import DeviceRunner
+from target_service.device.runner import DeviceRunner, RunLimits
 from target_service.device.sampling import DeviceSampling
 from target_service.device.tables import DeviceTables
 from target_service.forward import BatchForward, LocalForward
 from target_service.model import LoadedModel, load_model, prepare_device, runs_on_device
 from target_service.pcp.captured import can_capture, let_go, make_graphs
 from target_service.pcp.laps import LapWatch
+from target_service.pcp.lead import Lead
 from target_service.pcp.ranks import Ranks
 from target_service.pcp.service import join_launching_ranks, join_ranks, start_ranks
 from target_service.pcp.settings import REST_S
@@ -127,9 +132,21 @@ def _device_runner(
     decoder, max_model_len = loaded.decoder, loaded.max_model_len
     device, vocab_size = decoder.device, decoder.config.vocab_size
     kernels = kernels_for(device)
+    memory = _step_memory(config, max_model_len, sessions.blocks, device)
+    frame = StepFrame(kernels, memory, config.block_size, max_model_len, synthetic)
+    forward: StepForward
+    if ranks is None:
+        forward = _local_forward(config, loaded, frame, memory.buffers.sizes)
+    else:
+        forward = _rank_forward(config, loaded, frame, memory.buffers.sizes, ranks)
+    sampling = DeviceSampling(config.num_seats, vocab_size, device, kernels, synthetic)
+    limits = RunLimits(vocab_size, max_model_len, config.channel_depth)
+    return DeviceRunner(sessions, forward, frame, memory, sampling, kernels, limits)
+
+
+def _step_memory(config: TargetConfig, max_model_len: int, blocks: RequestBlocks, device: torch.device) -> StepMemory:
     longest = config.max_verify_len + 1
-    graph_rows = captured_rows(config)
-    max_rows = max([config.num_seats, *graph_rows])
+    max_rows = max([config.num_seats, *captured_rows(config)])
     sizes = Sizes(
         num_seats=config.num_seats,
         max_rows=max_rows,
@@ -138,64 +155,35 @@ def _device_runner(
         table_width=table_width(max_model_len, config.max_verify_len, config.block_size),
         max_seq_len=max_model_len + longest,
     )
-    buffers = StepBuffers(sizes, device)
     # Prompt tokens; indices of logits twice over; changed blocks, of which a step brings few.
     tail_bytes = 8 * (config.max_step_tokens + 3 * sizes.max_rows * longest) + 12 * 4096 + 4096
-    plans = PlanBuffer(max_rows, tail_bytes, config.channel_depth, device)
-    tables = DeviceTables(sessions.blocks, sizes.table_width, device)
-    forward: StepForward
-    if ranks is None:
-        forward = StepForward(
-            decoder,
-            loaded.kv,
-            loaded.attention_backends,
-            kernels,
-            buffers,
-            plans,
-            tables.table[None],
-            config.block_size,
-            max_model_len,
-            graph_rows,
-            config.cuda_graphs,
-            synthetic,
-        )
-    else:
-        # Two collectives a layer begin and end, three more a step.
-        watch = LapWatch(device, (2 * decoder.config.num_layers + 3) * config.channel_depth)
-        graphs = make_graphs(config, max_model_len, device, ranks.backend)
-        forward = RankStepForward(
-            decoder,
-            loaded.kv,
-            kernels,
-            buffers,
-            plans,
-            tables.table[None],
-            config.block_size,
-            max_model_len,
-            graph_rows,
-            can_capture(config, device, ranks.backend),
-            graphs,
-            synthetic,
-            ranks,
-            join_launching_ranks(ranks, config, loaded, watch),
-            watch,
-            config.pcp_timeout_s,
-        )
-        ranks.before_leaving(lambda: let_go(graphs, device, REST_S))
-    sampling = DeviceSampling(config.num_seats, vocab_size, device, kernels, synthetic)
-    return DeviceRunner(
-        sessions,
-        forward,
-        buffers,
-        plans,
-        tables,
-        sampling,
-        kernels,
-        device,
-        vocab_size,
-        max_model_len,
-        max_in_flight=config.channel_depth,
+    return StepMemory(
+        StepBuffers(sizes, device),
+        PlanBuffer(max_rows, tail_bytes, config.channel_depth, device),
+        DeviceTables(blocks, sizes.table_width, device),
     )
+
+
+def _local_forward(config: TargetConfig, loaded: LoadedModel, frame: StepFrame, sizes: Sizes) -> LocalStepForward:
+    # Without graphs nothing is padded, so there are no sizes to be warmed up.
+    row_counts = captured_rows(config) if config.cuda_graphs else ()
+    padding = Padding(row_counts, sizes, config.cuda_graphs)
+    num_graphs = most_graphs(len(row_counts), sizes.max_drafts)
+    graphs = GraphCache(loaded.decoder.device, num_graphs, config.cuda_graphs)
+    return LocalStepForward(loaded.decoder, loaded.kv, loaded.attention_backends, frame, padding, graphs)
+
+
+def _rank_forward(
+    config: TargetConfig, loaded: LoadedModel, frame: StepFrame, sizes: Sizes, ranks: Ranks
+) -> RankStepForward:
+    decoder, device = loaded.decoder, loaded.decoder.device
+    # Two collectives a layer begin and end, three more a step.
+    watch = LapWatch(device, (2 * decoder.config.num_layers + 3) * config.channel_depth)
+    padding = Padding(captured_rows(config), sizes, can_capture(config, device, ranks.backend))
+    graphs = make_graphs(config, loaded.max_model_len, device, ranks.backend)
+    launched = join_launching_ranks(ranks, config, loaded, watch)
+    ranks.before_leaving(lambda: let_go(graphs, device, REST_S))
+    return RankStepForward(decoder, frame, padding, graphs, Lead(ranks, config.pcp_timeout_s), launched, watch)
 
 
 def _synthetic(config: TargetConfig, device: torch.device) -> SyntheticAcceptance | None:

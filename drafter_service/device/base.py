@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drafter_service.device.counted_graphs import CountedGraphs
-from drafter_service.device.metadata import MetadataCounts
+from drafter_service.device.metadata import Building, MetadataCounts
 from drafter_service.device.plan_buffers import MISMATCHES, ReportLayout
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.seat_tables import SeatTables
@@ -75,8 +75,9 @@ class ProgramBase:
         drawn = self._settings.draft_sampling == "probabilistic"
         return drawn and not resident.seeded and resident.temperature > 0
 
-    def _mismatches(self) -> torch.Tensor | None:
-        return self.report[MISMATCHES : MISMATCHES + 1] if self._options.shadow else None
+    def _building(self) -> Building:
+        mismatches = self.report[MISMATCHES : MISMATCHES + 1] if self._options.shadow else None
+        return Building(self.counts, self._options.fused, mismatches)
 
     def rows_of(self, shape: StepShape) -> TakenRows:
         """See DrafterProgram.rows_of."""

@@ -15,7 +15,7 @@ import torch
 
 from drafter_service.device.base import ProgramBase
 from drafter_service.device.marks import PREFILLED
-from drafter_service.device.metadata import DeviceMetadata
+from drafter_service.device.metadata import DeviceMetadata, GroupBlocks, MetadataSizes
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.shapes import StepShape, step_shape
 from drafter_service.draft_model import DraftModelSpeculator
@@ -44,16 +44,10 @@ class DraftModelProgram(ProgramBase):
         self._kv = speculator.kv
         device, most = decoder.device, self.max_tokens + self.max_rows
         self._metadata = DeviceMetadata(
-            self.counts,
-            self.max_rows,
-            most,
-            self.max_draft_len,
-            self.tables.device[None],
-            (settings.block_size,),
-            speculator.max_len,
+            MetadataSizes(self.max_rows, most, self.max_draft_len),
+            GroupBlocks(self.tables.device[None], (settings.block_size,), speculator.max_len),
             kernels,
-            options.fused,
-            self._mismatches(),
+            self._building(),
             None,
         )
         self._starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ import torch
 from drafter_service.device.base import ProgramBase
 from drafter_service.device.head import HeadOutput, HeadRunner
 from drafter_service.device.marks import PREFILLED
-from drafter_service.device.metadata import DeviceMetadata
+from drafter_service.device.metadata import DeviceMetadata, GroupBlocks, MetadataSizes
 from drafter_service.device.program import DeviceOptions
 from drafter_service.device.shapes import StepShape, step_shape
 from drafter_service.eagle3.speculator import Eagle3Speculator
@@ -52,16 +52,10 @@ class Eagle3Program(ProgramBase):
                 settings.block_size,
             )
         self._metadata = DeviceMetadata(
-            self.counts,
-            self.max_rows,
-            self.max_tokens,
-            self.max_draft_len,
-            self.tables.device[None],
-            (settings.block_size,),
-            self.max_len,
+            MetadataSizes(self.max_rows, self.max_tokens, self.max_draft_len),
+            GroupBlocks(self.tables.device[None], (settings.block_size,), self.max_len),
             kernels,
-            options.fused,
-            self._mismatches(),
+            self._building(),
             self.layout,
         )
         dtype = self._head.dtype

@@ -8,7 +8,6 @@ ever written in place: captured graphs read them where they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,38 @@ class MetadataCounts:
 
     builds: int = 0
     launches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataSizes:
+    """The most of a step: rows, tokens of its prefill, drafts of a row."""
+
+    max_rows: int
+    max_tokens: int
+    max_draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Where the KV of G groups lies. seat_tables: [G, S, B] int32, their block tables by seat (groups with the same
+    blocks may share memory). block_sizes: G numbers. max_len: positions.
+    """
+
+    seat_tables: torch.Tensor
+    block_sizes: tuple[int, ...]
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Building:
+    """How metadata is built. counts: where that is counted. fused: one launch, else each group's own builder.
+    mismatches: [1] int64, to which the number of elements that differ between the two is added at every build; None:
+    they are not compared.
+    """
+
+    counts: MetadataCounts
+    fused: bool
+    mismatches: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +87,36 @@ class _Filled:
 
 
 class DeviceMetadata:
-    """Of all KV groups of a drafter. Used by one thread.
-
-    seat_tables: [G, S, B] int32, the groups' block tables by seat (groups with the same blocks may share memory).
-    block_sizes: G numbers. max_len: positions. fused: one launch, else each group's own builder. mismatches: [1] int64,
-    to which the number of elements that differ between the two is added at every build; None: they are not compared.
-    layout: the mirrored one of `reuse`, or None.
-    """
+    """Of all KV groups of a drafter. Used by one thread."""
 
     def __init__(
         self,
-        counts: MetadataCounts,
-        max_rows: int,
-        max_tokens: int,
-        max_draft_len: int,
-        seat_tables: torch.Tensor,
-        block_sizes: Sequence[int],
-        max_len: int,
+        sizes: MetadataSizes,
+        blocks: GroupBlocks,
         kernels: KernelSet,
-        fused: bool,
-        mismatches: torch.Tensor | None,
+        building: Building,
         layout: TakenLayout | None,
     ) -> None:
-        groups, _, width = seat_tables.shape
-        device = seat_tables.device
-        self.counts = counts
-        self.max_len = max_len
-        self._seat_tables = seat_tables
-        self._block_sizes = tuple(block_sizes)
+        """layout: the mirrored one of `reuse`, where nothing is built; None: it is."""
+        groups, _, width = blocks.seat_tables.shape
+        device, max_rows = blocks.seat_tables.device, sizes.max_rows
+        extent = (groups, max_rows, sizes.max_tokens, width, device)
+        self.max_len = blocks.max_len
+        self._counts = building.counts
+        self._seat_tables = blocks.seat_tables
+        self._block_sizes = blocks.block_sizes
         self._kernels = kernels
-        self._fused = fused
-        self._mismatches = mismatches
+        self._fused = building.fused
+        self._mismatches = building.mismatches
         self._layout = layout
-        self._filled = _Filled.zeros(groups, max_rows, max_tokens, width, device)
-        self._yardstick = None if mismatches is None else _Filled.zeros(groups, max_rows, max_tokens, width, device)
+        self._filled = _Filled.zeros(*extent)
+        self._yardstick = None if building.mismatches is None else _Filled.zeros(*extent)
         # Of the draft steps: one token a row.
         self._step_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._step_slots = torch.full((groups, max_rows), PAD_SLOT, dtype=torch.int64, device=device)
         # [K, M]: whether a row drafts more than k tokens.
-        self._active = torch.zeros((max_draft_len, max_rows), dtype=torch.bool, device=device)
-        self._steps = torch.arange(max_draft_len, dtype=torch.int32, device=device)[:, None]
+        self._active = torch.zeros((sizes.max_draft_len, max_rows), dtype=torch.bool, device=device)
+        self._steps = torch.arange(sizes.max_draft_len, dtype=torch.int32, device=device)[:, None]
 
     def build(self, taken: TakenRows) -> None:
         """The prefill's metadata, from the global batch's positions as taken over, padded rows and tokens included.
@@ -105,12 +126,12 @@ class DeviceMetadata:
         if self._layout is not None:
             return
         filled = self._filled.sized(taken.seats.shape[0], taken.positions.shape[0])
-        self.counts.builds += 1
+        self._counts.builds += 1
         if self._fused:
             self._fill(taken, filled)
-            self.counts.launches += 1
+            self._counts.launches += 1
         else:
-            self.counts.launches += self._fill_apart(taken, filled)
+            self._counts.launches += self._fill_apart(taken, filled)
         if self._yardstick is not None and self._mismatches is not None:
             other = self._yardstick.sized(taken.seats.shape[0], taken.positions.shape[0])
             if self._fused:

@@ -16,6 +16,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 
@@ -140,9 +141,9 @@ class CudaIpcTargetEnd(_DeviceEnd):
         deadline_ns = int(heartbeat_deadline_s * 1e9)
         self._alive = _drafter_alive(control, deadline_ns, int(attach_deadline_s * 1e9))
         streams: set[Hashable] = set()
-        finish = _Finish(driver, streams, page, heartbeat, control, export.memory, deadline_ns)
+        finish = _Finish(driver, streams, page, heartbeat, export.memory)
         words = (Word.DRAFTER_SEQ, Word.TARGET_SEQ, Word.TARGET_WAITS)
-        watchdog = Watchdog(control, *words, Word.TARGET_SEQ, self._alive, finish.target)
+        watchdog = Watchdog(control, *words, Word.TARGET_SEQ, self._alive, partial(finish.target, control, deadline_ns))
         views = EntryViews(spec, region_tensors(export.memory, layout))
         super().__init__(spec, driver, page, views, watchdog, streams, words)
         # Also when nobody called close.
@@ -220,9 +221,9 @@ class CudaIpcDrafterEnd(_DeviceEnd):
         self._detached = threading.Event()
         self._alive = _target_alive(control, self._detached, int(heartbeat_deadline_s * 1e9))
         streams: set[Hashable] = set()
-        finish = _Finish(driver, streams, page, heartbeat, control, memory, 0, unmapped)
+        finish = _Finish(driver, streams, page, heartbeat, memory)
         words = (Word.TARGET_SEQ, Word.DRAFTER_SEQ, Word.DRAFTER_WAITS)
-        watchdog = Watchdog(control, *words, None, self._alive, finish.drafter)
+        watchdog = Watchdog(control, *words, None, self._alive, partial(finish.drafter, unmapped))
         views = EntryViews(spec, region_tensors(memory, layout))
         super().__init__(spec, driver, page, views, watchdog, streams, words)
         self._end = weakref.finalize(self, _end_drafter, control, watchdog, self._detached)
@@ -259,38 +260,32 @@ class _Finish:
         streams: set[Hashable],
         page: DevicePage,
         heartbeat: Heartbeat,
-        control: ControlPage,
         memory: torch.Tensor,
-        deadline_ns: int,
-        unmapped: threading.Event | None = None,
     ) -> None:
         self._driver = driver
         self._streams = streams
         self._page = page
         self._heartbeat = heartbeat
-        self._control = control
         self._memory: torch.Tensor | None = memory
-        self._deadline_ns = deadline_ns
-        self._unmapped = unmapped or threading.Event()
         self._never = threading.Event()  # to sleep on: a device has no way to wake this thread
 
-    def target(self, release: Callable[[], None]) -> None:
-        """Page, then memory once the drafter has let go of it."""
+    def target(self, control: ControlPage, deadline_ns: int, release: Callable[[], None]) -> None:
+        """Page, then memory once the drafter has let go of it. deadline_ns: of its heartbeat."""
         self._heartbeat.stop()
         self._leave_page(release)
         patience = Deadline(PATIENCE_S)
-        while self._control.drafter_maps(self._deadline_ns):
+        while control.drafter_maps(deadline_ns):
             if patience.passed:
                 _log.warning("the drafter lives and has not unmapped within %.0f s", PATIENCE_S)
                 break
             self._never.wait(LOOK_EVERY_S)
         self._memory = None
 
-    def drafter(self, release: Callable[[], None]) -> None:
-        """Page, then the mapping; the heart beats until it is gone."""
+    def drafter(self, unmapped: threading.Event, release: Callable[[], None]) -> None:
+        """Page, then the mapping; the heart beats until it is gone, which sets `unmapped`."""
         self._leave_page(release)
         self._memory = None
-        if not self._unmapped.wait(PATIENCE_S):
+        if not unmapped.wait(PATIENCE_S):
             _log.warning("channel memory is still in use %.0f s after its end", PATIENCE_S)
         self._heartbeat.stop()
 

@@ -13,6 +13,8 @@ import torch
 from kernels.attention.interface import AttentionMetadata
 from kernels.layout import blocks_needed
 from kernels.reference.commit_rows import TOKENS
+from target_service.device.plan_buffer import PlanBuffer
+from target_service.device.tables import DeviceTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +163,14 @@ class StepBuffers:
             table=packed.view(num_rows, TOKENS + width + 1),
             packed=packed,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """All that steps work in on the device. buffers: what they make. plans: what the host tells of one. tables: the
+    block tables of all seats.
+    """
+
+    buffers: StepBuffers
+    plans: PlanBuffer
+    tables: DeviceTables

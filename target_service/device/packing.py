@@ -15,13 +15,13 @@ import torch
 
 from engine.channel.device import DeviceTargetEnd, ReplyViews
 from kernels.reference.commit_rows import TOKENS
-from target_service.device.buffers import StepBuffers, StepShape
-from target_service.device.forward import Batch, HostRows, StepForward
+from target_service.device.buffers import StepMemory, StepShape
+from target_service.device.forward import Batch, HostRows
 from target_service.device.logprobs import LogprobRows, wanted_rows
-from target_service.device.plan_buffer import HostPlan, PlanBuffer
+from target_service.device.padding import Padding
+from target_service.device.plan_buffer import HostPlan
 from target_service.device.rows import wants_drafts
 from target_service.device.sampling import DeviceSampling, SamplingNeeds
-from target_service.device.tables import DeviceTables
 from target_service.flights import FlightRow
 from target_service.messages import StepRequest
 
@@ -56,19 +56,12 @@ class Launch:
 class Packer:
     """Writes plans. Used by one thread."""
 
-    def __init__(
-        self,
-        plans: PlanBuffer,
-        buffers: StepBuffers,
-        tables: DeviceTables,
-        sampling: DeviceSampling,
-        forward: StepForward,
-    ) -> None:
-        self._plans = plans
-        self._buffers = buffers
-        self._tables = tables
+    def __init__(self, memory: StepMemory, sampling: DeviceSampling, padding: Padding) -> None:
+        self._plans = memory.plans
+        self._buffers = memory.buffers
+        self._tables = memory.tables
         self._sampling = sampling
-        self._forward = forward
+        self._padding = padding
 
     def pack(
         self,
@@ -102,7 +95,7 @@ class Packer:
                 sampled.append((index, row.num_logits, session.sampling.num_logprobs))
             if places is not None and wants_drafts(row.request, session, step_key):
                 row_places[index] = places.get((row.request.request_id, row.request.epoch), -1)
-        padded = None if prompts or not longest else self._forward.padded_rows(num_rows, longest)
+        padded = None if prompts or not longest else self._padding.padded_rows(num_rows, longest)
         plan.clear()
         fields = plan.rows
         fields["tag"][0] = step.seq

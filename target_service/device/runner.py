@@ -23,17 +23,17 @@ from kernels.kernel_set import KernelSet
 from kernels.reference.commit_rows import CONTEXT_LEN, MISSED, NUM_DRAFTED, NUM_SAMPLED, RAN, TOKENS
 from kernels.reference.sampling import SamplingTensors
 from target_service.channels import OpenChannel
-from target_service.device.buffers import StepBuffers, StepShape
+from target_service.device.buffers import StepMemory, StepShape
 from target_service.device.forward import StepForward, StepOutput
+from target_service.device.frame import StepFrame
 from target_service.device.host_edges import HostEdges
 from target_service.device.logprobs import StepLogprobs
 from target_service.device.marks import BEGAN, ENDED, FORWARDED, WAITED, Marks
 from target_service.device.packing import Launch, Packer
-from target_service.device.plan_buffer import HostPlan, PlanBuffer
+from target_service.device.plan_buffer import HostPlan
 from target_service.device.publishing import publish_step
 from target_service.device.rows import look_ahead, plan_rows, wants_drafts
 from target_service.device.sampling import DeviceSampling, SampledRows, take_draft_probs
-from target_service.device.tables import DeviceTables
 from target_service.device.taking import Taking
 from target_service.device.warming import Warming
 from target_service.failures import raise_if_device_lost
@@ -70,46 +70,52 @@ class Results:
     lap: Lap | None
 
 
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """max_model_len: tokens of a request. max_in_flight: steps that may be launched and not completed."""
+
+    vocab_size: int
+    max_model_len: int
+    max_in_flight: int
+
+
 class DeviceRunner:
     """Owner of the per-seat device state and of everything that a step needs on the device. Used by one thread, always
     under the same current stream.
 
-    max_in_flight: steps that may be launched and not completed. make_landing: how one learns that a step is done;
-    tests delay it.
+    max_in_flight: see RunLimits. make_landing: how one learns that a step is done; tests delay it.
     """
 
     def __init__(
         self,
         sessions: Sessions,
         forward: StepForward,
-        buffers: StepBuffers,
-        plans: PlanBuffer,
-        tables: DeviceTables,
+        frame: StepFrame,
+        memory: StepMemory,
         sampling: DeviceSampling,
         kernels: KernelSet,
-        device: torch.device,
-        vocab_size: int,
-        max_model_len: int,
-        max_in_flight: int,
-        make_landing: Callable[[Marks], Landing] = lambda marks: marks,
+        limits: RunLimits,
     ) -> None:
+        """frame: around every forward, which `forward` has too for what it captures. memory: theirs and this one's."""
+        buffers, plans, device = memory.buffers, memory.plans, memory.plans.device
         self.forward = forward
-        self.max_in_flight = max_in_flight
-        self.make_landing = make_landing
+        self.max_in_flight = limits.max_in_flight
+        self.make_landing: Callable[[Marks], Landing] = lambda marks: marks
         self._sessions = sessions
+        self._frame = frame
         self._buffers = buffers
         self._plans = plans
-        self._tables = tables
+        self._tables = memory.tables
         self._sampling = sampling
-        self._packer = Packer(plans, buffers, tables, sampling, forward)
+        self._packer = Packer(memory, sampling, forward.padding)
         self._kernels = kernels
         self._device = device
-        self._max_model_len = max_model_len
+        self._max_model_len = limits.max_model_len
         pinned = device.type == "cuda"
         self._warm: set[tuple[tuple[int, ...], int]] = set()
         self._idle_jobs: Iterator[Callable[[], None]] | None = None
-        self._taking = Taking(kernels, buffers, plans, vocab_size)
-        self._warming = Warming(forward, buffers, plans, kernels, self._taking.once)
+        self._taking = Taking(kernels, buffers, plans, limits.vocab_size)
+        self._warming = Warming(forward, frame, buffers, plans, kernels, self._taking.once)
         self._slots: list[Slot] = []
         for plan in plans.host:
             verdicts = torch.zeros(buffers.table.shape[0], dtype=torch.int64, pin_memory=pinned)
@@ -289,7 +295,7 @@ class DeviceRunner:
         shape, num_rows = launch.shape, launch.shape.num_rows
         fields = self._plans.first(num_rows)
         if output.logits is None:
-            self.forward.commit(shape, shape.table[:, TOKENS:], self._nothing(num_rows))
+            self._frame.commit(shape, shape.table[:, TOKENS:], self._nothing(num_rows))
             return
         batch = launch.batch
         if batch is None:
@@ -317,7 +323,7 @@ class DeviceRunner:
             ),
             launch.needs,
         )
-        self.forward.commit(shape, verdict.tokens, verdict.num_sampled)
+        self._frame.commit(shape, verdict.tokens, verdict.num_sampled)
 
     def _draft_probs(self, launch: Launch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What `take_draft_probs` gives, where the step's drafts may have to be weighed."""

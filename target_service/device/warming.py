@@ -20,6 +20,7 @@ from kernels.kernel_set import KernelSet
 from target_service.channels import OpenChannel
 from target_service.device.buffers import StepBuffers, StepShape
 from target_service.device.forward import Batch, HostRows, StepForward
+from target_service.device.frame import StepFrame
 from target_service.device.packing import Launch
 from target_service.device.plan_buffer import HostPlan, PlanBuffer
 from target_service.device.publishing import write_entry
@@ -40,9 +41,17 @@ class Warming:
     """
 
     def __init__(
-        self, forward: StepForward, buffers: StepBuffers, plans: PlanBuffer, kernels: KernelSet, take: Take
+        self,
+        forward: StepForward,
+        frame: StepFrame,
+        buffers: StepBuffers,
+        plans: PlanBuffer,
+        kernels: KernelSet,
+        take: Take,
     ) -> None:
         self._forward = forward
+        self._padding = forward.padding
+        self._frame = frame
         self._buffers = buffers
         self._plans = plans
         self._kernels = kernels
@@ -60,16 +69,16 @@ class Warming:
         """
         scratch = None if channel is None else self._scratch(channel.end.spec)
         for query_len in query_lens:
-            for num_rows in self._forward.graph_rows:
-                if self._forward.padded_rows(num_rows, query_len) == num_rows:
+            for num_rows in self._padding.warmed:
+                if self._padding.padded_rows(num_rows, query_len) == num_rows:
                     yield lambda rows=num_rows, length=query_len: self._uniform(  # type: ignore[misc]
                         plan, rows, length, hidden_layers, scratch
                     )
-                elif self._forward.padded_rows(num_rows, query_len) is None:  # over ranks that cannot capture
+                elif self._padding.padded_rows(num_rows, query_len) is None:  # over ranks that cannot capture
                     yield lambda rows=num_rows, length=query_len: self._ragged(  # type: ignore[misc]
                         plan, rows, length, 0, hidden_layers, scratch
                     )
-        for num_rows in self._forward.graph_rows:
+        for num_rows in self._padding.warmed:
             yield lambda rows=num_rows: self._ragged(  # type: ignore[misc]
                 plan, rows, max(query_lens), LONG_CHUNK, hidden_layers, scratch
             )
@@ -88,7 +97,7 @@ class Warming:
         shape = self._buffers.uniform(num_rows, query_len)
         self._begin(plan, shape, scratch)
         self._forward.capture(shape, hidden_layers, greedy=True)
-        if num_rows == self._forward.graph_rows[0]:
+        if num_rows == self._padding.warmed[0]:
             self._sample(shape, query_len)
         if scratch is not None:
             captured = self._forward.uniform(shape, hidden_layers, True, ()).captured
@@ -127,7 +136,7 @@ class Warming:
                 [chunk > 0] + [False] * (num_rows - 1),
             ),
         )
-        if not chunk and num_rows == self._forward.graph_rows[0]:
+        if not chunk and num_rows == self._padding.warmed[0]:
             self._sample(shape, query_len)
         output = self._forward.ragged(shape, batch, hidden_layers)
         assert output.logits is not None
@@ -135,7 +144,7 @@ class Warming:
             output.lap.drop()  # of a step that nobody is told of
         no_logits = rows["logit_starts"][: num_rows + 1]
         verdict = self._kernels.verify_greedy(output.logits, no_logits, shape.drafts)
-        self._forward.commit(shape, verdict.tokens, verdict.num_sampled)
+        self._frame.commit(shape, verdict.tokens, verdict.num_sampled)
         if scratch is not None:
             self._entry(shape, num_rows, starts, output.captured, scratch)
 

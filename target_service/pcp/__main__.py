@@ -105,15 +105,7 @@ def _follow(
     rank: int, board: Board, model: LoadedModel, piece_backends: Sequence[AttentionBackend], group: RankGroup
 ) -> None:
     """Host execution: run step after step."""
-    forward = RankForward(
-        model.decoder,
-        model.kv,
-        model.attention_backends,
-        piece_backends,
-        group,
-        model.max_model_len,
-        model.token_work,
-    )
+    forward = RankForward(model, piece_backends, group)
     seq = 1
     while not board.closed:
         order = board.take(rank, seq, TAKE_S)
@@ -136,9 +128,7 @@ def _follow_launches(
     the device than rank 0 is, whose steps under way are bounded. RanksLost where the device does not come to rest.
     """
     device = model.decoder.device
-    forward = LaunchForward(
-        model.decoder, model.kv, model.attention_backends, piece_backends, group, model.token_work, NoWatch()
-    )
+    forward = LaunchForward(model, piece_backends, group, NoWatch())
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(device)  # what was made so far was made on another stream

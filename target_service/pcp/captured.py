@@ -22,7 +22,7 @@ from engine.graphs import GraphCache
 from kernels.sharding import StepShards, count_pairs
 from target_service.config import TargetConfig
 from target_service.device.buffers import table_width
-from target_service.device.forward import captured_rows, most_graphs
+from target_service.device.padding import captured_rows, most_graphs
 from target_service.messages import RankLoad
 from target_service.pcp.broadcast import columns_of
 from target_service.pcp.group import Backend

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.decoder import Decoder, ForwardOutput
-from engine.kv_cache import KVCache
+from engine.decoder import ForwardOutput
 from kernels.attention.interface import AttentionBackend, AttentionPlan
 from kernels.kernel_set import kernels_for
 from kernels.layout import Int64Array, make_positions, make_query_start_loc, make_slot_mapping
 from kernels.sharding import RankShard, StepShards, shard_step
+from target_service.model import LoadedModel
 from target_service.pcp.exchange import KvExchange, gathered_slots, plan_attention
 from target_service.pcp.group import RankGroup, Stopwatch, Watch
 from target_service.pcp.order import StepOrder, logit_tokens
@@ -82,25 +82,18 @@ class RowGather:
 class RankForward:
     """One rank's model, KV cache and attention backends. Used by one thread."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: KVCache,
-        whole_backends: Sequence[AttentionBackend],
-        piece_backends: Sequence[AttentionBackend],
-        group: RankGroup,
-        max_model_len: int,
-        token_work: int,
-    ) -> None:
-        """whole_backends, piece_backends: one each per KV group, other objects: plans of both are in use at once."""
-        self._decoder = decoder
-        self._kv = kv
-        self._whole_backends = tuple(whole_backends)
+    def __init__(self, model: LoadedModel, piece_backends: Sequence[AttentionBackend], group: RankGroup) -> None:
+        """piece_backends: of pieces, as the model's are of whole rows; other objects: plans of both are in use at
+        once.
+        """
+        self._decoder = model.decoder
+        self._kv = model.kv
+        self._whole_backends = model.attention_backends
         self._piece_backends = tuple(piece_backends)
         self._group = group
-        self._max_model_len = max_model_len
-        self._token_work = token_work
-        self._watch = Stopwatch(kv.device)
+        self._max_model_len = model.max_model_len
+        self._token_work = model.token_work
+        self._watch = Stopwatch(model.kv.device)
 
     def take_collective_ms(self) -> float:
         """How long this rank has stood in collectives since the last call; see Stopwatch.take_ms."""

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.decoder import Decoder
-from engine.kv_cache import KVCache
 from kernels.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from kernels.kernel_set import kernels_for
 from kernels.sharding import RankShard, StepShards, shard_step
 from target_service.device.plan_buffer import to_device
+from target_service.model import LoadedModel
 from target_service.pcp.broadcast import StepData
 from target_service.pcp.exchange import KvExchange, PcpPlan, index_gathered
 from target_service.pcp.forward import GatherIndex, RowGather, ShardedOutput, index_gather
@@ -37,26 +36,19 @@ class LaunchForward:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        kv: KVCache,
-        whole_backends: Sequence[AttentionBackend],
-        piece_backends: Sequence[AttentionBackend],
-        group: RankGroup,
-        token_work: int,
-        watch: Watch,
+        self, model: LoadedModel, piece_backends: Sequence[AttentionBackend], group: RankGroup, watch: Watch
     ) -> None:
-        """whole_backends, piece_backends: one each per KV group, none of which needs host lengths; other objects:
-        plans of both are in use at once.
+        """piece_backends: of pieces, as the model's are of whole rows; none of either needs host lengths. Other
+        objects: plans of both are in use at once.
         """
-        self._decoder = decoder
-        self._kv = kv
-        self._whole_backends = tuple(whole_backends)
+        self._decoder = model.decoder
+        self._kv = model.kv
+        self._whole_backends = model.attention_backends
         self._piece_backends = tuple(piece_backends)
         self._group = group
-        self._token_work = token_work
+        self._token_work = model.token_work
         self._watch = watch
-        self._write_kv = kernels_for(kv.device).write_kv
+        self._write_kv = kernels_for(model.kv.device).write_kv
 
     @torch.inference_mode()
     def run(self, order: LaunchOrder, fill: Callable[[StepData], None] | None) -> ShardedOutput:

@@ -1,9 +1,7 @@
 """How does rank 0 run a step over all ranks, and how does it get them?
 
 With host execution by the runner's `BatchForward`: what the batch says becomes an order, the order goes to the board,
-and rank 0 runs its own share of it like any other rank. Once the order is out there is no way back: an error in between
-leaves the other ranks in collectives that nobody completes, so it ends the target. (With device execution:
-`step_forward.py`.)
+and rank 0 runs its own share of it like any other rank. (With device execution: `step_forward.py`.)
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.errors import RanksLost
 from engine.model_config import ModelConfig
 from engine.request_blocks import RequestBlocks
 from kernels.attention.interface import AttentionBackend
@@ -26,6 +23,7 @@ from target_service.pcp.forward import RankForward
 from target_service.pcp.group import RankGroup
 from target_service.pcp.laps import LapWatch
 from target_service.pcp.launched import LaunchForward
+from target_service.pcp.lead import Lead
 from target_service.pcp.order import StepOrder, most_bytes, most_launch_bytes, table_columns
 from target_service.pcp.ranks import Ranks
 from target_service.pcp.settings import collective_timeout_s
@@ -35,26 +33,16 @@ from target_service.pcp.warm import warm_up
 class ShardedForward:
     """A BatchForward over ranks. Used by one thread."""
 
-    def __init__(self, ranks: Ranks, forward: RankForward, blocks: RequestBlocks, timeout_s: float) -> None:
-        self._ranks = ranks
+    def __init__(self, lead: Lead, forward: RankForward, blocks: RequestBlocks) -> None:
+        self._lead = lead
         self._forward = forward
         self._blocks = blocks
-        self._timeout_s = timeout_s
-        self._seq = 0
 
     def run(self, batch: StepBatch, hidden_layers: tuple[int, ...]) -> StepOutput:
         """See BatchForward. RanksLost when a rank is gone, or this one failed after the others had begun."""
-        if self._ranks.lost:
-            raise RanksLost("a rank is gone")
         order = make_order(batch, self._blocks, hidden_layers)
-        self._seq += 1
-        try:
-            self._ranks.board.publish(order, self._seq, self._timeout_s, lambda: self._ranks.lost)
+        with self._lead.step(order):
             output = self._forward.run(order)
-        except RanksLost:
-            raise
-        except Exception as error:  # whatever it is, the others cannot go on without this rank
-            raise RanksLost(f"step {self._seq} over {self._ranks.board.num_ranks} ranks failed: {error}") from error
         loads = tuple(RankLoad(shard.num_tokens, shard.work) for shard in output.shards.ranks)
         return StepOutput(output.logit_hidden, output.captured, loads)
 
@@ -114,16 +102,7 @@ def start_ranks(config: TargetConfig, directory: Path) -> Ranks | None:
 def join_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, blocks: RequestBlocks) -> ShardedForward:
     """Rank 0's forward with host execution, once all ranks are there. RanksLost when they do not come."""
     piece_backends, group = _join(ranks, config, model, on_device=False)
-    forward = RankForward(
-        model.decoder,
-        model.kv,
-        model.attention_backends,
-        piece_backends,
-        group,
-        model.max_model_len,
-        model.token_work,
-    )
-    return ShardedForward(ranks, forward, blocks, config.pcp_timeout_s)
+    return ShardedForward(Lead(ranks, config.pcp_timeout_s), RankForward(model, piece_backends, group), blocks)
 
 
 def join_launching_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, watch: LapWatch) -> LaunchForward:
@@ -131,9 +110,7 @@ def join_launching_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel,
     watch: of the time in collectives.
     """
     piece_backends, group = _join(ranks, config, model, on_device=True)
-    return LaunchForward(
-        model.decoder, model.kv, model.attention_backends, piece_backends, group, model.token_work, watch
-    )
+    return LaunchForward(model, piece_backends, group, watch)
 
 
 def _join(

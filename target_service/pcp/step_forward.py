@@ -1,9 +1,8 @@
 """How does rank 0 share out the forward of a step that it launches ahead?
 
-The device runner's `StepForward`, with the forward alone over ranks: what the host knows of the batch becomes an order
-on the board, what the device has prepared is broadcast, and rank 0 runs its share like any other rank. Everything
-before it (drafts, per-seat state) and behind it (verdicts, ring entry) is rank 0's, as on a target of one rank. Once
-the order is out there is no way back: an error in between ends the target.
+The device runner's `StepForward`, over ranks: what the host knows of the batch becomes an order on the board, what the
+device has prepared is broadcast, and rank 0 runs its share like any other rank. Everything before it (drafts, per-seat
+state) and behind it (verdicts, ring entry) is rank 0's, as on a target of one rank, and in the same `StepFrame`.
 
 Uniform steps are captured on every rank, with the collectives in them (`captured.py`). Their order, with the key that
 rank 0's graph has, goes out before rank 0 enters the graph, or makes it.
@@ -11,86 +10,54 @@ rank 0's graph has, goes out before rank 0 enters the graph, or makes it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.decoder import Decoder
-from engine.errors import RanksLost
 from engine.graphs import GraphCache
-from engine.kv_cache import KVCache
-from kernels.kernel_set import KernelSet
 from kernels.layout import PAD_SLOT, blocks_needed
-from target_service.acceptance import SyntheticAcceptance
-from target_service.device.buffers import StepBuffers, StepShape
-from target_service.device.forward import Batch, HostRows, StepForward, StepOutput
-from target_service.device.plan_buffer import PlanBuffer
+from target_service.device.buffers import StepShape
+from target_service.device.forward import Batch, HostRows, StepOutput
+from target_service.device.frame import StepFrame
+from target_service.device.padding import Padding
 from target_service.messages import RankLoad
 from target_service.pcp.broadcast import StepData, columns_of
 from target_service.pcp.captured import column_sizes, run_as_ordered, uniform_loads
 from target_service.pcp.laps import LapWatch, NoWatch
 from target_service.pcp.launched import LaunchForward, Prepared
+from target_service.pcp.lead import Lead
 from target_service.pcp.order import LaunchOrder, Way
-from target_service.pcp.ranks import Ranks
 
 
-class RankStepForward(StepForward):
-    """A StepForward over ranks."""
+class RankStepForward:
+    """A StepForward over ranks. Owner of rank 0's graphs."""
 
     def __init__(
         self,
         decoder: Decoder,
-        kv: KVCache,
-        kernels: KernelSet,
-        buffers: StepBuffers,
-        plans: PlanBuffer,
-        seat_tables: torch.Tensor,
-        block_size: int,
-        max_model_len: int,
-        graph_rows: Sequence[int],
-        captures: bool,
+        frame: StepFrame,
+        padding: Padding,
         graphs: GraphCache,
-        synthetic: SyntheticAcceptance | None,
-        ranks: Ranks,
+        lead: Lead,
         launched: LaunchForward,
         watch: LapWatch,
-        timeout_s: float,
     ) -> None:
-        """graph_rows: the row counts that are warmed up. captures: uniform steps are padded to them and captured, which
-        the group must be able to be; else steps of all sorts run as they are. graphs: `make_graphs`, like every
-        rank's. launched: this rank's share, and watch its Watch. timeout_s: how long the board may have no room.
+        """padding: to row counts that are captured, which the group must be able to be; else steps of all sorts run as
+        they are. graphs: `make_graphs`, like every rank's. launched: this rank's share, and watch its Watch.
         """
-        super().__init__(
-            decoder,
-            kv,
-            (),
-            kernels,
-            buffers,
-            plans,
-            seat_tables,
-            block_size,
-            max_model_len,
-            graph_rows,
-            captures,
-            synthetic,
-            graphs,
-        )
-        self._warmed_rows = tuple(sorted(set(graph_rows)))
-        self._column_sizes = column_sizes(seat_tables.shape[-1])
-        self._ranks = ranks
+        self.decoder = decoder
+        self.padding = padding
+        self.graphs = graphs
+        self._frame = frame
+        self._lead = lead
         self._launched = launched
         self._watch = watch
-        self._timeout_s = timeout_s
+        self._block_size = frame.block_size
+        self._column_sizes = column_sizes(frame.table_width)
         self._pad = torch.full((1,), PAD_SLOT, dtype=torch.int64, device=decoder.device)
-        self._seq = 0
-
-    @property
-    def graph_rows(self) -> tuple[int, ...]:
-        """The row counts that are warmed up."""
-        return self._warmed_rows
 
     def uniform(
         self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, context_lens: Sequence[int]
@@ -108,6 +75,11 @@ class RankStepForward(StepForward):
         for columns in self._column_sizes:
             self._captured(shape, hidden_layers, greedy, columns, Way.CAPTURE)
 
+    def ragged(self, shape: StepShape, batch: Batch, hidden_layers: tuple[int, ...]) -> StepOutput:
+        """See StepForward. RanksLost when a rank is gone, or this one failed after the others had begun."""
+        self._frame.prepare(shape, batch.starts, batch.is_prompt, batch.prompt_starts, batch.prompt_tokens)
+        return self._run(shape, hidden_layers, batch)
+
     def _captured(
         self, shape: StepShape, hidden_layers: tuple[int, ...], greedy: bool, columns: int, way: Way
     ) -> tuple[StepOutput, Prepared] | None:
@@ -118,13 +90,13 @@ class RankStepForward(StepForward):
         known = key in self.graphs
         if way is Way.CAPTURE and (known or not self.graphs.enabled):
             return None  # on any rank there is nothing to be done
-        with self._ordered(order):
+        with self._lead.step(order):
             # Not in the function, which must upload nothing.
             prepared = None if known else self._launched.prepare(order)
 
             def step() -> tuple[StepOutput, Prepared]:
                 assert prepared is not None  # with a graph this is not called
-                run = self._uniform_step(shape, greedy, lambda: self._share(shape, prepared))
+                run = self._frame.uniform_step(shape, greedy, lambda: self._share(shape, prepared))
                 return run(), prepared  # what a graph returns it keeps, and so what it reads and writes
 
             return run_as_ordered(self.graphs, way, key, step)
@@ -135,34 +107,17 @@ class RankStepForward(StepForward):
         assert output.logit_hidden is not None  # this is rank 0, and every token has logits
         return StepOutput(output.captured, self.decoder.logits(output.logit_hidden))
 
-    def _run(self, shape: StepShape, hidden_layers: tuple[int, ...], batch: Batch | None) -> StepOutput:
-        """Forward over all ranks, and logits. RanksLost when a rank is gone, or this one failed after the others had
-        begun.
-        """
+    def _run(self, shape: StepShape, hidden_layers: tuple[int, ...], batch: Batch) -> StepOutput:
+        """Forward over all ranks, and logits."""
         if shape.num_tokens == 0:
             return StepOutput(None, None)
-        assert batch is not None  # uniform steps come another way
         order = make_launch_order(batch.host, hidden_layers, self._block_size)
-        with self._ordered(order):
+        with self._lead.step(order):
             output = self._launched.run(order, lambda data: self._fill(data, shape))
         hidden = output.logit_hidden
         logits = None if hidden is None else self.decoder.logits(hidden)
         loads = tuple(RankLoad(shard.num_tokens, shard.work) for shard in output.shards.ranks)
         return StepOutput(output.captured, logits, loads, self._watch.cut())
-
-    @contextlib.contextmanager
-    def _ordered(self, order: LaunchOrder) -> Iterator[None]:
-        """The other ranks have the order when this is entered; what is inside is this rank's share."""
-        if self._ranks.lost:
-            raise RanksLost("a rank is gone")
-        self._seq += 1
-        try:
-            self._ranks.board.publish(order, self._seq, self._timeout_s, lambda: self._ranks.lost)
-            yield
-        except RanksLost:
-            raise
-        except Exception as error:  # whatever it is, the others cannot go on without this rank
-            raise RanksLost(f"step {self._seq} over {self._ranks.board.num_ranks} ranks failed: {error}") from error
 
     def _fill(self, data: StepData, shape: StepShape) -> None:
         data.fill(shape, self._pad)

@@ -8,6 +8,7 @@ chunks long enough for the kernels of long queries, and short rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,9 +28,7 @@ def warm_up(model: LoadedModel, backend_sets: Sequence[Sequence[AttentionBackend
     request.
     """
     for backends in backend_sets:
-        forward = RankForward(
-            model.decoder, model.kv, backends, backends, SoloGroup(), model.max_model_len, model.token_work
-        )
+        forward = RankForward(replace(model, attention_backends=tuple(backends)), backends, SoloGroup())
         for lens, context_len in ((_PROMPT_LENS, 0), (_SHORT_LENS, _SHORT_CONTEXT_LEN)):
             order = _order(model, [length for length in lens if length <= max_step_tokens], context_len)
             if order is not None:

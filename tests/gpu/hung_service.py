@@ -16,7 +16,7 @@ import torch
 # Of the GPU's clock: longer than anybody waits.
 FOR_EVER = 1 << 60
 LAUNCHES = {
-    "target": ("target_service.device.forward", "StepForward", "uniform"),
+    "target": ("target_service.device.local_forward", "LocalStepForward", "uniform"),
     "drafter": ("drafter_service.device.eagle3", "Eagle3Program", "follow"),
 }
 

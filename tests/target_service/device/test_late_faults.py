@@ -101,7 +101,7 @@ def test_an_error_of_ours_in_the_middle_of_a_launch_takes_its_requests(
 
     with monkeypatch.context() as patched:
         patched.setattr("engine.request_blocks.RequestBlocks.register_written", broken)
-        patched.setattr("target_service.device.forward.StepForward.commit", broken)
+        patched.setattr("target_service.device.frame.StepFrame.commit", broken)
         fault = bench.send(StepRequest(2, "", 0, (planner.row(request),), 0, 100, ahead=0))
     assert isinstance(fault, FaultReply)
     assert (fault.kind, fault.detail) == ("integrity", "no such luck")

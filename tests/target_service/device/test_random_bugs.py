@@ -28,8 +28,8 @@ from tests.target_service.device.test_equality import known_of, make_requests
 
 PLACES = (
     "engine.request_blocks.RequestBlocks.register_written",
-    "target_service.device.forward.StepForward._run",
-    "target_service.device.forward.StepForward.commit",
+    "target_service.device.frame.StepFrame.commit",
+    "target_service.device.local_forward.LocalStepForward._run",
     "target_service.device.plan_buffer.PlanBuffer.upload",
     "target_service.device.runner.DeviceRunner._complete_row",
     "target_service.device.sampling.DeviceSampling.count_output",

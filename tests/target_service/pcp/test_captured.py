@@ -22,10 +22,12 @@ from kernels.kernel_set import kernels_for
 from kernels.layout import make_positions, make_query_start_loc, make_slot_mapping
 from kernels.sharding import shard_step
 from target_service.config import TargetConfig
-from target_service.device.buffers import Sizes, StepBuffers
-from target_service.device.forward import MAX_LAYER_SETS, HostRows
+from target_service.device.buffers import Sizes, StepBuffers, StepMemory
+from target_service.device.forward import HostRows
+from target_service.device.frame import StepFrame
+from target_service.device.padding import MAX_LAYER_SETS, Padding
 from target_service.device.plan_buffer import PlanBuffer
-from target_service.model import load_model
+from target_service.model import LoadedModel, load_model
 from target_service.pcp import __main__ as rank_process
 from target_service.pcp import launched
 from target_service.pcp.board import Board, ExportedBoard
@@ -34,6 +36,7 @@ from target_service.pcp.captured import Follower, can_capture, column_sizes, let
 from target_service.pcp.group import Backend, RankGroup, SoloGroup
 from target_service.pcp.laps import LapWatch, NoWatch
 from target_service.pcp.launched import LaunchForward
+from target_service.pcp.lead import Lead
 from target_service.pcp.order import LaunchOrder, Way, most_launch_bytes
 from target_service.pcp.step_forward import RankStepForward
 from tests.target_service.device.bench import Bench
@@ -59,7 +62,8 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 def make_forward(model: Decoder, group: RankGroup) -> LaunchForward:
     kv = model.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-    return LaunchForward(model, kv, backends(model, "reference"), backends(model, "reference"), group, 100, NoWatch())
+    loaded = LoadedModel(model, kv, tuple(backends(model, "reference")), MAX_LEN, 100)
+    return LaunchForward(loaded, backends(model, "reference"), group, NoWatch())
 
 
 def uniform(
@@ -169,6 +173,8 @@ def test_ranks_do_the_same_with_their_graphs(decoder: Decoder, max_graphs: int) 
     ]
     kernels = kernels_for(CPU)
     buffers, plans = StepBuffers(Sizes(8, 8, 32, 4, 16, 400), CPU), PlanBuffer(8, 1024, 1, CPU)
+    tables = SimpleNamespace(table=torch.zeros(8, 16, dtype=torch.int32))
+    frame = StepFrame(kernels, StepMemory(buffers, plans, cast(Any, tables)), BLOCK_SIZE, 64, None)
     plans.upload(plans.blank)
     seats = torch.full((8,), -1, dtype=torch.int32)
     board = ExportedBoard(3, most_launch_bytes(8, len(LAYERS)), 100)
@@ -176,21 +182,12 @@ def test_ranks_do_the_same_with_their_graphs(decoder: Decoder, max_graphs: int) 
     def lead(group: RankGroup, graphs: CpuGraphs) -> None:
         forward = RankStepForward(
             decoder,
-            decoder.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE),
-            kernels,
-            buffers,
-            plans,
-            torch.zeros(1, 8, 16, dtype=torch.int32),
-            BLOCK_SIZE,
-            64,
-            (1, 4),
-            True,
+            frame,
+            Padding((1, 4), buffers.sizes, True),
             graphs,
-            None,
-            cast(Any, SimpleNamespace(lost=False, board=board.board)),
+            Lead(cast(Any, SimpleNamespace(lost=False, board=board.board)), 20.0),
             make_forward(decoder, group),
             LapWatch(CPU, 0),
-            20.0,
         )
         forward._column_sizes = (8, 16)
         for num_rows, query_len, greedy, context_len, what in steps:
@@ -205,7 +202,7 @@ def test_ranks_do_the_same_with_their_graphs(decoder: Decoder, max_graphs: int) 
                 lens = [query_len] * num_rows
                 host = HostRows([context_len] * num_rows, lens, lens, [False] * num_rows)
                 forward._run(shape, LAYERS, cast(Any, SimpleNamespace(host=host)))
-        board.board.publish(LAST, forward._seq + 1, 20.0, lambda: False)
+        board.board.publish(LAST, forward._lead.seq + 1, 20.0, lambda: False)
 
     def act(group: RankGroup) -> list[Any]:
         torch.set_num_threads(1)
@@ -247,7 +244,7 @@ def test_ranks_bound_their_graphs_alike(tiny_dir: Path, monkeypatch: pytest.Monk
     loaded = load_model(config, tiny_dir, CPU)
     closed = cast(Any, SimpleNamespace(closed=True))
     rank_process._follow_launches(1, closed, loaded, loaded.attention_backends, SoloGroup(), config, "gloo")
-    widths = len(column_sizes(runner.forward._seat_tables.shape[-1]))
+    widths = len(column_sizes(runner._tables.table.shape[-1]))
     assert found[0].max_graphs == runner.forward.graphs.max_graphs == 2 * MAX_LAYER_SETS * 3 * 4 * widths
 
 

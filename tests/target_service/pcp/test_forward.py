@@ -90,8 +90,8 @@ def run_all(
     decoder: Decoder, orders: list[StepOrder], group: RankGroup, name: str = "torch"
 ) -> tuple[list[ShardedOutput], KVCache]:
     kv = decoder.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-    whole, pieces = backends(decoder, name), backends(decoder, name)
-    forward = RankForward(decoder, kv, whole, pieces, group, MAX_LEN, token_work=100)
+    model = LoadedModel(decoder, kv, tuple(backends(decoder, name)), MAX_LEN, token_work=100)
+    forward = RankForward(model, backends(decoder, name), group)
     return [forward.run(order) for order in orders], kv
 
 

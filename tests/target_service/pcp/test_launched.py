@@ -201,7 +201,7 @@ def test_ranks_whose_group_cannot_be_captured(benches: Benches, host: Bench, mon
     """Nothing is padded then."""
     runner = benches.many.engine.device_runner
     assert runner is not None
-    monkeypatch.setattr(runner.forward, "_graph_rows", [])
+    monkeypatch.setattr(runner.forward.padding, "rows", ())
     expected = outputs_without_drafts(host, make_requests(3, seed=3 * 10 + 11))
     one, many = (run_crowd(bench, expected, 3, 2, 11) for bench in (benches.one, benches.many))
     compare(one, many, benches.size)

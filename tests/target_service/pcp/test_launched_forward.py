@@ -18,13 +18,17 @@ from engine.decoder import Decoder
 from engine.errors import RanksLost
 from engine.kv_cache import KVCache
 from kernels.layout import PAD_SLOT, make_positions, make_query_start_loc, make_slot_mapping
-from target_service.device.buffers import Sizes, StepBuffers
+from target_service.device.buffers import Sizes, StepBuffers, StepMemory
 from target_service.device.forward import HostRows
+from target_service.device.frame import StepFrame
+from target_service.device.padding import Padding
+from target_service.model import LoadedModel
 from target_service.pcp.broadcast import StepData, columns_of
 from target_service.pcp.forward import ShardedOutput
 from target_service.pcp.group import RankGroup, SoloGroup
 from target_service.pcp.laps import LapWatch, NoWatch
 from target_service.pcp.launched import LaunchForward
+from target_service.pcp.lead import Lead
 from target_service.pcp.order import LaunchOrder, StepOrder
 from target_service.pcp.step_forward import RankStepForward, make_launch_order
 from tests.target_service.pcp.ranks import CpuGraphs, ThreadRanks
@@ -78,12 +82,16 @@ def fill(order: StepOrder, launch: LaunchOrder, absent: set[int]) -> Callable[[S
     return write
 
 
+def launch_forward(model: Decoder, kv: KVCache, group: RankGroup) -> LaunchForward:
+    loaded = LoadedModel(model, kv, tuple(backends(model, "reference")), MAX_LEN, 100)
+    return LaunchForward(loaded, backends(model, "reference"), group, NoWatch())
+
+
 def run_launched(
     model: Decoder, orders: list[StepOrder], launches: list[LaunchOrder], absent: set[int], group: RankGroup
 ) -> tuple[list[ShardedOutput], KVCache]:
     kv = model.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-    whole, pieces = backends(model, "reference"), backends(model, "reference")
-    forward = LaunchForward(model, kv, whole, pieces, group, 100, NoWatch())
+    forward = launch_forward(model, kv, group)
     found = []
     for order, launch in zip(orders, launches, strict=True):
         writer = fill(order, launch, absent) if group.rank == 0 else None
@@ -129,8 +137,7 @@ def test_a_step_of_which_nothing_runs(decoder: Decoder) -> None:
 
     def run(group: RankGroup) -> KVCache:
         kv = decoder.make_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-        whole, pieces = backends(decoder, "reference"), backends(decoder, "reference")
-        forward = LaunchForward(decoder, kv, whole, pieces, group, 100, NoWatch())
+        forward = launch_forward(decoder, kv, group)
         forward.run(order, (lambda data: data.fill_with_nothing()) if group.rank == 0 else None)
         return kv
 
@@ -173,23 +180,16 @@ def rank_forward(
     buffers = StepBuffers(Sizes(8, 8, 32, 4, 8, 400), CPU)
     published: list[int] = []
     board = SimpleNamespace(num_ranks=2, publish=lambda order, seq, *rest: published.append(seq), published=published)
+    tables = SimpleNamespace(table=torch.zeros(8, 8, dtype=torch.int32))
+    memory = StepMemory(buffers, cast(Any, None), cast(Any, tables))
     return RankStepForward(
         decoder,
-        decoder.make_kv_cache(4, BLOCK_SIZE),
-        cast(Any, None),
-        buffers,
-        cast(Any, None),
-        torch.zeros(1, 8, 8, dtype=torch.int32),
-        BLOCK_SIZE,
-        MAX_LEN,
-        (3, 1),
-        captures,
+        StepFrame(cast(Any, None), memory, BLOCK_SIZE, MAX_LEN, None),
+        Padding((3, 1), buffers.sizes, captures),
         CpuGraphs(),
-        None,
-        cast(Any, SimpleNamespace(lost=lost, board=board)),
+        Lead(cast(Any, SimpleNamespace(lost=lost, board=board)), 5.0),
         cast(Any, SimpleNamespace(run=run)),
         LapWatch(CPU, 0),
-        5.0,
     )
 
 
@@ -205,17 +205,17 @@ def test_an_error_behind_the_order_loses_the_ranks(decoder: Decoder) -> None:
     gone = rank_forward(decoder, fails, lost=True)
     with pytest.raises(RanksLost, match="a rank is gone"):
         gone._run(shape, (), batch)
-    assert gone._ranks.board.published == []  # type: ignore[attr-defined]
+    assert gone._lead._ranks.board.published == []  # type: ignore[attr-defined]
     nothing = replace(shape, num_tokens=0)
     assert forward._run(nothing, (), batch).logits is None
-    assert forward._ranks.board.published == [1]  # type: ignore[attr-defined]
+    assert forward._lead._ranks.board.published == [1]  # type: ignore[attr-defined]
 
 
 def test_all_sizes_are_warmed_and_padded_where_they_can_be_captured(decoder: Decoder) -> None:
     for captures in (False, True):
         forward = rank_forward(decoder, lambda *arguments: cast(Any, None), captures=captures)
-        assert forward.graph_rows == (1, 3)
-        assert forward.padded_rows(2, 1) == (3 if captures else None)
+        assert forward.padding.warmed == (1, 3)
+        assert forward.padding.padded_rows(2, 1) == (3 if captures else None)
 
 
 def test_an_order_names_bounds() -> None:
