@@ -51,7 +51,7 @@ def real(num_gpus: int, execution: str) -> dict[str, Section]:
             env=NO_MULTICAST,
         ),
         "step-across": Section(
-            ("-m", "benchmarks.step", *shape, *across, "--batches", "1", "16", "64", "--ways", "acde", "--rounds", "2"),
+            ("-m", "benchmarks.step", *shape, *across, "--batches", "1", "16", "64", "--ways", "acde", "--rounds", "1"),
             150,
             step_headline,
             env=NO_MULTICAST,
