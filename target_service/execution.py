@@ -18,8 +18,8 @@ from engine.errors import ConfigError
 from engine.request_blocks import RequestBlocks
 from engine.seats import SeatAllocator
 from kernels.kernel_set import kernels_for
-from target_service.acceptance import SyntheticAcceptance, parse_acceptance
-from target_service.config import TargetConfig
+from target_service.acceptance import SyntheticAcceptance
+from target_service.config import TargetConfig, parse_acceptance
 from target_service.device.buffers import Sizes, StepBuffers, table_width
 from target_service.device.forward import StepForward, captured_rows
 from target_service.device.plan_buffer import PlanBuffer

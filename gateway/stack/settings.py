@@ -1,6 +1,6 @@
 """Which services does a config file ask for, where do they listen, and in which environment do they run?
 
-Reads of each section only what a supervisor needs; the services check the rest themselves when they start.
+Reads of the services' sections only what a supervisor needs; `stack.checking` has the services check the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from gateway.config import TOP_LEVEL_KEYS, Address, parse_address
+from gateway.config import TOP_LEVEL_KEYS, Address, gateway_section, parse_address
 from gateway.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +82,7 @@ def load_settings(path: Path) -> StackSettings:
         content=content,
     )
     _check_agreement(settings, gateway)
+    gateway_section(gateway)
     return settings
 
 
