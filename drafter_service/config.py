@@ -74,7 +74,7 @@ class DrafterConfig(SectionModel):
     check_integrity: check blocks and seats after every command. For tests and debugging.
     """
 
-    listen: AddressText = "127.0.0.1:50052"
+    listen: AddressText = "127.0.0.1:25052"
     drafter_id: str = Field("drafter", min_length=1, max_length=64)
     method: Method = "ngram"
     checkpoint: str | None = Field(None, min_length=1)

@@ -66,8 +66,8 @@ class GatewayConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rest: AddressText = "127.0.0.1:8000"
-    grpc: AddressText = "127.0.0.1:50050"
-    target: AddressText = "127.0.0.1:50051"
+    grpc: AddressText = "127.0.0.1:25050"
+    target: AddressText = "127.0.0.1:25051"
     drafter: AddressText | None = None
     draft_len: int = Field(default=4, ge=0)
     max_draft_len: int = Field(default=7, ge=0, le=64)

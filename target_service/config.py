@@ -73,7 +73,7 @@ class TargetConfig(SectionModel):
     waits for drafters. pcp_start_timeout_s: for all ranks to load.
     """
 
-    listen: AddressText = "127.0.0.1:50051"
+    listen: AddressText = "127.0.0.1:25051"
     device: DeviceName = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["torch", "triton", "flashinfer", "reference"] = "torch"

@@ -75,10 +75,10 @@ def load_settings(path: Path) -> StackSettings:
     settings = StackSettings(
         path=path,
         model=model,
-        target=_address(target, "target", "listen", "127.0.0.1:50051"),
-        drafter=None if drafter is None else _address(drafter, "drafter", "listen", "127.0.0.1:50052"),
+        target=_address(target, "target", "listen", "127.0.0.1:25051"),
+        drafter=None if drafter is None else _address(drafter, "drafter", "listen", "127.0.0.1:25052"),
         rest=_address(gateway, "gateway", "rest", "127.0.0.1:8000"),
-        grpc=_address(gateway, "gateway", "grpc", "127.0.0.1:50050"),
+        grpc=_address(gateway, "gateway", "grpc", "127.0.0.1:25050"),
         content=content,
     )
     _check_agreement(settings, gateway)
@@ -218,7 +218,7 @@ def _address(section: Mapping[str, Any], name: str, key: str, default: str) -> s
 def _check_agreement(settings: StackSettings, gateway: Mapping[str, Any]) -> None:
     """The gateway has to look for the services where they listen."""
     for key, listen in (("target", settings.target), ("drafter", settings.drafter)):
-        told = gateway.get(key, "127.0.0.1:50051" if key == "target" else None)
+        told = gateway.get(key, "127.0.0.1:25051" if key == "target" else None)
         if told is not None and listen is None:
             raise ConfigError(f"gateway.{key}", f"is set, but the file has no {key} section")
         if listen is not None and (told is None or parse_address(str(told)).port != parse_address(listen).port):

@@ -109,7 +109,7 @@ async def test_a_check_that_cannot_be_made_is_left_to_the_service(
 
 def test_a_model_that_is_not_there_names_the_key(processes: ProcessGroup, tmp_path: Path) -> None:
     path = tmp_path / "missing.yaml"
-    path.write_text(yaml.safe_dump({"model": str(tmp_path / "none"), "gateway": {"target": "127.0.0.1:50051"}}))
+    path.write_text(yaml.safe_dump({"model": str(tmp_path / "none"), "gateway": {"target": "127.0.0.1:25051"}}))
     status, output = outrider(processes, "quickstart", str(path))
     assert status == 2
     assert output.splitlines()[-1].startswith("outrider: model: ")
@@ -195,7 +195,7 @@ def test_every_config_in_the_tree_is_taken_by_all_three_services() -> None:
     for path in paths:
         settings = load_settings(path)
         assert load_section(path, "target", TargetConfig).listen == settings.target
-        assert load_section(path, "drafter", DrafterConfig).listen in (settings.drafter, "127.0.0.1:50052")
+        assert load_section(path, "drafter", DrafterConfig).listen in (settings.drafter, "127.0.0.1:25052")
         loaded = load_config(path)
         assert (loaded.gateway.rest, loaded.gateway.grpc) == (settings.rest, settings.grpc)
 
