@@ -54,6 +54,8 @@ class ShardedForward:
         except RanksLost:
             raise
         except Exception as error:  # whatever it is, the others cannot go on without this rank
+            if (loss := self._ranks.loss_behind(error)) is not None:
+                raise RanksLost(f"step {self._seq}: {loss}") from None
             raise RanksLost(f"step {self._seq} over {self._ranks.board.num_ranks} ranks failed: {error}") from error
         loads = tuple(RankLoad(shard.num_tokens, shard.work) for shard in output.shards.ranks)
         return StepOutput(output.logit_hidden, output.captured, loads)

@@ -162,6 +162,8 @@ class RankStepForward(StepForward):
         except RanksLost:
             raise
         except Exception as error:  # whatever it is, the others cannot go on without this rank
+            if (loss := self._ranks.loss_behind(error)) is not None:
+                raise RanksLost(f"step {self._seq}: {loss}") from None
             raise RanksLost(f"step {self._seq} over {self._ranks.board.num_ranks} ranks failed: {error}") from error
 
     def _fill(self, data: StepData, shape: StepShape) -> None:

@@ -187,7 +187,7 @@ def test_ranks_do_the_same_with_their_graphs(decoder: Decoder, max_graphs: int) 
             True,
             graphs,
             None,
-            cast(Any, SimpleNamespace(lost=False, board=board.board)),
+            cast(Any, SimpleNamespace(lost=False, board=board.board, loss_behind=lambda _: None)),
             make_forward(decoder, group),
             LapWatch(CPU, 0),
             20.0,

@@ -186,7 +186,7 @@ def rank_forward(
         captures,
         CpuGraphs(),
         None,
-        cast(Any, SimpleNamespace(lost=lost, board=board)),
+        cast(Any, SimpleNamespace(lost=lost, board=board, loss_behind=lambda _: None)),
         cast(Any, SimpleNamespace(run=run)),
         LapWatch(CPU, 0),
         5.0,
