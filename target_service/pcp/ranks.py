@@ -29,6 +29,7 @@ from target_service.pcp.settings import (
     CLOSE_S,
     HANG_S,
     JOIN_TIMEOUT_S,
+    NOTICE_S,
     REST_S,
     STARVED_S,
     WATCH_S,
@@ -38,7 +39,6 @@ from target_service.pcp.settings import (
 _log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-NOTICE_S = 0.5  # the others' collectives fail when a rank ends, and the watcher sees it a look or two later
 
 
 class Ranks:

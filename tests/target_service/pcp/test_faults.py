@@ -34,7 +34,8 @@ SHM = Path("/dev/shm")
 
 
 def start(processes: ProcessGroup, tmp_path: Path, model: Path, **settings: Any) -> tuple[str, TestProcess]:
-    return start_target(processes, write_config(tmp_path / "target.yaml", model, pcp_size=2, drain_s=1, **settings))
+    config = write_config(tmp_path / "target.yaml", model, **{"pcp_size": 2, "drain_s": 1, **settings})
+    return start_target(processes, config)
 
 
 def ranks_of(process: TestProcess) -> list[psutil.Process]:
@@ -133,6 +134,26 @@ def test_a_lost_rank_ends_the_target(
     assert not boards_of(process)
     assert ("has ended" in process.output) == (number is signal.SIGKILL)
     assert "Fault" not in process.output
+    assert_said_in_lines(process)
+
+
+def test_of_several_ranks_only_the_lost_one_is_spoken_of(
+    tmp_path: Path, tiny_dir: Path, processes: ProcessGroup
+) -> None:
+    """The others stand in collectives that it breaks, and may find out before rank 0 does."""
+    address, process = start(processes, tmp_path, tiny_dir, pcp_size=4)
+    ranks = ranks_of(process)
+    with Gateway(address) as gateway:
+        driver = Driver(gateway)
+        running = driver.request(prompt_of(20), 400)
+        driver.admit(running)
+        thread = keep_busy(driver, [running])
+        when(lambda: len(running.generated) > 3, 20)
+        ranks[1].kill()
+        assert process.wait(10) == 1, process.output
+        thread.join(10)
+    psutil.wait_procs(ranks, timeout=5)
+    assert f"rank 2 (process {ranks[1].pid}) has ended: signal 9; ending the target\n" in process.output
     assert_said_in_lines(process)
 
 
