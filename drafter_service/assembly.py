@@ -42,6 +42,7 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
 
     target_model: directory or name of the target's model, which only `eagle3` reads.
     """
+    config.check_together()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = _use_device(config.device)
@@ -59,12 +60,9 @@ def make_speculator(config: DrafterConfig, target_model: str | None) -> Speculat
     )
     match config.method:
         case "ngram":
-            if config.metadata_source == "reuse":
-                raise ConfigError("drafter.metadata_source", "`reuse` needs method eagle3")
             return NgramSpeculator(config.ngram.min_n, config.ngram.max_n, config.max_draft_len)
         case "draft_model":
-            if config.checkpoint is None:
-                raise ConfigError("drafter.checkpoint", "is required with method draft_model")
+            assert config.checkpoint is not None, "checked"
             with _naming_the_checkpoint(config.checkpoint):
                 directory = fetch_model(config.checkpoint)
                 decoder = Decoder.load(directory, _DTYPES[config.dtype], device, config.load_format)
@@ -184,10 +182,8 @@ def _eagle3(
         with _naming_the_checkpoint(config.checkpoint):
             directory = fetch_model(config.checkpoint)
             head = dummy_head(directory, dtype, device) if dummy else load_head(directory, dtype, device)
-    elif config.random_head is not None:
-        head = _random_head(config, target, dtype, device)
     else:
-        raise ConfigError("drafter.checkpoint", "method eagle3 needs a checkpoint, or `random_head: {}` for a trial")
+        head = _random_head(config, target, dtype, device)
     if head.config.target_hidden_size != target.hidden_size:
         raise ConfigError(
             "drafter.checkpoint",

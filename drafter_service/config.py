@@ -1,18 +1,20 @@
 """What can be set about a drafter?
 
 The `drafter:` section of the config file. The defaults suit one CPU machine and need no weights; a mistake is one line
-naming the key.
+naming the key, also from `python -m drafter_service.config FILE`, which loads no torch.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from drafter_service.device.shapes import DEFAULT_GRAPH_ROWS
 from engine.config_fields import AddressText, DeviceName, PowerOfTwo
-from engine.config_file import SectionModel
+from engine.config_file import SectionModel, check_file
+from engine.errors import ConfigError
 
 ChannelKind = Literal["cuda_ipc", "shm", "bytes"]
 Method = Literal["eagle3", "draft_model", "ngram"]
@@ -72,7 +74,7 @@ class DrafterConfig(SectionModel):
     check_integrity: check blocks and seats after every command. For tests and debugging.
     """
 
-    listen: AddressText = "127.0.0.1:50052"
+    listen: AddressText = "127.0.0.1:25052"
     drafter_id: str = Field("drafter", min_length=1, max_length=64)
     method: Method = "ngram"
     checkpoint: str | None = Field(None, min_length=1)
@@ -107,3 +109,18 @@ class DrafterConfig(SectionModel):
     gateway_lease_s: float = Field(300.0, gt=0, le=86_400)
     drain_s: float = Field(0.0, ge=0, le=3600)
     check_integrity: bool = False
+
+    def check_together(self) -> None:
+        """See SectionModel."""
+        if self.method != "eagle3" and self.metadata_source == "reuse":
+            raise ConfigError("drafter.metadata_source", "`reuse` needs method eagle3")
+        if self.method == "draft_model" and self.checkpoint is None:
+            raise ConfigError("drafter.checkpoint", "is required with method draft_model")
+        if self.method == "eagle3" and self.checkpoint is None and self.random_head is None:
+            raise ConfigError(
+                "drafter.checkpoint", "method eagle3 needs a checkpoint, or `random_head: {}` for a trial"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(check_file("drafter", DrafterConfig))

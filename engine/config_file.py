@@ -6,6 +6,8 @@ own section and never looks into another's. Every mistake becomes a ConfigError 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,9 @@ class SectionModel(BaseModel):
     """Base of the section models: unknown keys are refused, values cannot change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def check_together(self) -> None:
+        """Raises ConfigError naming the key of a value that does not go with the others. For those that can."""
 
 
 SectionT = TypeVar("SectionT", bound=BaseModel)
@@ -69,9 +74,25 @@ def parse_section(raw: dict[Any, Any], section: str, model: type[SectionT]) -> S
         if key not in known:
             raise ConfigError(f"{section}.{key}", f"unknown key; allowed are {', '.join(sorted(known))}")
     try:
-        return model.model_validate(raw)
+        found = model.model_validate(raw)
     except ValidationError as error:
         raise _first_error(error, section) from error
+    if isinstance(found, SectionModel):
+        found.check_together()
+    return found
+
+
+def check_file(section: str, model: type[BaseModel], arguments: Sequence[str] | None = None) -> int:
+    """A program that takes a config file's path and checks one section of it. Returns its exit status: 2 after a line
+    on stderr that says what is wrong.
+    """
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    try:
+        load_section(path, section, model)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 def load_model_name(path: str | Path, override: str | None = None) -> str:

@@ -146,12 +146,14 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
 
 
 async def _up(config: Path, console: Console) -> None:
+    from gateway.stack.checking import check_sections
     from gateway.stack.model import fetch_model
     from gateway.stack.mps import shared_gpu
     from gateway.stack.settings import check_ports, load_settings, services
 
     settings = load_settings(config)
     check_ports(settings)
+    await check_sections(settings)
     directory = await fetch_model(settings.model)
     async with shared_gpu(settings, partial(console.print, highlight=False, markup=False)) as gpu_environment:
         await _run_stack(settings, services(settings, directory, gpu_environment), console)

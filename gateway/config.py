@@ -66,8 +66,8 @@ class GatewayConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rest: AddressText = "127.0.0.1:8000"
-    grpc: AddressText = "127.0.0.1:50050"
-    target: AddressText = "127.0.0.1:50051"
+    grpc: AddressText = "127.0.0.1:25050"
+    target: AddressText = "127.0.0.1:25051"
     drafter: AddressText | None = None
     draft_len: int = Field(default=4, ge=0)
     max_draft_len: int = Field(default=7, ge=0, le=64)
@@ -125,10 +125,11 @@ def load_config(path: str | Path, model_override: str | None = None) -> LoadedCo
     if not isinstance(label, str) or not label:
         raise ConfigError("model", "must name a model directory or a model")
     section = raw.get("gateway")
-    return LoadedConfig(_gateway_section({} if section is None else section), model_override or label, label)
+    return LoadedConfig(gateway_section({} if section is None else section), model_override or label, label)
 
 
-def _gateway_section(section: Any) -> GatewayConfig:
+def gateway_section(section: Any) -> GatewayConfig:
+    """The `gateway` section as it was read. Raises ConfigError naming the key."""
     if not isinstance(section, dict):
         raise ConfigError("gateway", "must be a mapping")
     try:

@@ -25,7 +25,8 @@ from gateway.errors import (
 class Problem:
     """One error as the two public faces tell it.
 
-    http_status, type, code, param: OpenAI's error shape. retry_after_s: whole seconds for `Retry-After`, or None.
+    http_status, type, code, param: OpenAI's error shape. retry_after_s: whole seconds for `Retry-After`, or None. With
+    a 503 it is fixed: the request's own place in the queue has just come free, or a service is being started anew.
     """
 
     http_status: int

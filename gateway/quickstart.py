@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.chat_client import Answer, ask, connect, served_model
+from gateway.stack.checking import check_sections
 from gateway.stack.console import LogFiles, StartView, legend, print_span
 from gateway.stack.model import fetch_model
 from gateway.stack.mps import shared_gpu
@@ -51,6 +52,7 @@ async def run_quickstart(config: Path, question: str, max_tokens: int, console: 
     Raises ConfigError, StartFailed (after its log was shown), AnswerFailed or Silent.
     """
     settings = load_settings(config)
+    await check_sections(settings)
     _heading(console, 1, f"Model {settings.model}")
     directory = await fetch_model(settings.model)
     console.print(f"  ✓ {directory}", highlight=False)

@@ -133,14 +133,15 @@ class ActiveRequest:
     """One request from the door to its end.
 
     token_ids: the prompt, then what was generated and given out. arrival: its place in the order of ages; lower is
-    older. epoch: of its newest placement. placed_len: tokens it was placed with, to be run as prompt before it
-    decodes. context_len: tokens whose KV the target holds, as it last reported. ahead_rows, ahead_len, ahead_samples:
-    its rows under way, their query tokens, and how many of them sample (each gives one token at least). stalled: it
-    gets no further row until none is under way, because what is under way will not go as planned, or because the
-    drafter must be told all of it. pending_drafts: drafts that the drafter was asked for in step `drafts_seq`, the last
-    one sent with a row of it. last_planned: the loop's step count when it last had a row (or was
-    placed). bond_seq: the first step that the drafter can follow since it was last asked; bond_failures: how often in
-    a row that came to nothing. stream: held weakly, so that a client that drops its end without a word is noticed.
+    older. epoch: of its newest placement. placed_len: tokens it was placed with, to be run as prompt before it decodes.
+    context_len: tokens whose KV the target holds, as it last reported. ahead_rows, ahead_len, ahead_samples: its rows
+    under way, their query tokens, and how many of them sample (each gives one token at least). stalled: it gets no
+    further row until none is under way, because what is under way will not go as planned, or because the drafter must
+    be told all of it. pending_drafts: drafts that the drafter was asked for in step `drafts_seq`, the last one sent
+    with a row of it. last_planned: the loop's step count when it last had a row (or was placed). started_at: when the
+    placement in which it first ran was asked for. bond_seq: the first step that the drafter can follow since it was
+    last asked; bond_failures: how often in a row that came to nothing. stream: held weakly, so that a client that drops
+    its end without a word is noticed.
     """
 
     __slots__ = (
@@ -173,7 +174,7 @@ class ActiveRequest:
         "request_id",
         "seed",
         "stalled",
-        "started",
+        "started_at",
         "starved_since",
         "stream",
         "submitted_at",
@@ -205,7 +206,7 @@ class ActiveRequest:
         self.submitted_at = now
         self.first_token_at: float | None = None
         self.phase = Phase.WAITING
-        self.started = False
+        self.started_at: float | None = None
         self.epoch = 1
         self.placed_at = 0.0
         self.placed_len = 0
@@ -228,6 +229,11 @@ class ActiveRequest:
         self.starved_since: float | None = None
         self.num_drafted = 0
         self.num_accepted = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether it has ever run."""
+        return self.started_at is not None
 
     @property
     def num_generated(self) -> int:

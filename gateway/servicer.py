@@ -23,6 +23,7 @@ from gateway.error_map import Problem, describe
 from gateway.errors import GatewayError, InvalidGeneration
 from gateway.generation import Delta, Generation, SamplingOptions
 from gateway.rest.schemas import MAX_MESSAGES, Role, template_role
+from gateway.undecodable import RefuseUndecodable
 from protos import gateway_pb2, gateway_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -179,12 +180,13 @@ class GrpcFace:
         self._dispatcher = dispatcher
         self._address = address
         self._server = grpc.aio.server(
+            interceptors=(RefuseUndecodable(),),
             options=(
                 ("grpc.so_reuseport", 0),
                 # A client that vanished without a word is noticed, and what it asked for is given up.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 20_000),
-            )
+            ),
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs do not have it
         self._health_task: asyncio.Task[None] | None = None

@@ -36,6 +36,7 @@ from gateway.messages import (
 from gateway.metrics import GatewayMetrics
 from gateway.requests import ActiveRequest, Bond, Phase
 from gateway.scheduler import Limits, Scheduler
+from gateway.turned_away import TurnedAway
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class TargetLoop:
         self._relieved = 0  # the last step sent before somebody gave way
         self._verdict_at: float | None = None  # of the step whose successor is not sent yet
         self._pause_until = 0.0
-        self._request_s = 1.0  # how long a request takes, smoothed; for Retry-After
+        self._turned_away = TurnedAway()
         self.bonds = Bonds(config, gateway_id, metrics, self.scheduler.placed, self._on_drafter_answer)
 
     # The task's side.
@@ -124,7 +125,8 @@ class TargetLoop:
         self._advance()
         if request.phase is Phase.WAITING and len(self.scheduler.waiting) > self._config.max_waiting:
             self._end(request, QueueFull.__name__)
-            raise QueueFull(self.retry_after_s())
+            placed, waiting = len(self.scheduler.placed), len(self.scheduler.waiting)
+            raise QueueFull(self._turned_away.come_back_s(placed, waiting, time.monotonic()))
         self._gauge()
 
     def cancel(self, request: ActiveRequest) -> None:
@@ -137,10 +139,6 @@ class TargetLoop:
         """End every request with `error`."""
         for request in [*self.scheduler.waiting, *self.scheduler.placed.values()]:
             self._fail(request, error)
-
-    def retry_after_s(self) -> float:
-        """When a request that is refused now might find room, in seconds."""
-        return min(60.0, max(1.0, self._request_s * len(self.scheduler.waiting) / self._limits.max_running))
 
     # Events of the target.
 
@@ -316,7 +314,7 @@ class TargetLoop:
         request.phase = Phase.RUNNING
         request.context_len = request.cached_len
         if not request.started:
-            request.started = True
+            request.started_at = request.placed_at
             request.first_cached_len = request.cached_len
             self._metrics.count_start(request.placed_at - request.submitted_at, request.prompt_len, request.cached_len)
 
@@ -336,10 +334,11 @@ class TargetLoop:
             self._release(request)
         self.scheduler.end(request)
         self._metrics.count_end(outcome)
+        now = time.monotonic()
+        if request.started_at is not None:
+            self._turned_away.ended(now - request.started_at)
         if outcome in ("stop", "length"):
-            seconds = time.monotonic() - request.submitted_at
-            self._metrics.request_latency.observe(seconds)
-            self._request_s += 0.1 * (seconds - self._request_s)
+            self._metrics.request_latency.observe(now - request.submitted_at)
         self._gauge()
 
     def _fail(self, request: ActiveRequest, error: GatewayError) -> None:

@@ -15,23 +15,6 @@ import torch
 from kernels.reference.philox import ACCEPT
 from kernels.reference.verify import Verdict
 
-_PREFIX = "synthetic:"
-
-
-def parse_acceptance(text: str) -> float | None:
-    """The mean of `synthetic:<mean>`, None for `exact`. ValueError says what is wrong."""
-    if text == "exact":
-        return None
-    if not text.startswith(_PREFIX):
-        raise ValueError("must be exact or synthetic:<mean>")
-    try:
-        mean = float(text.removeprefix(_PREFIX))
-    except ValueError as error:
-        raise ValueError("the mean after synthetic: must be a number") from error
-    if not mean >= 1:
-        raise ValueError("the mean counts the target's own token: it is at least 1")
-    return mean
-
 
 def chance_for(mean: float, num_drafts: int) -> float:
     """With which chance must each draft be accepted, so that num_drafts of them and the target's own token make `mean`

@@ -1,19 +1,37 @@
 """What can be set about a target?
 
-The `target:` section of the config file. The defaults suit one CPU machine; a mistake is one line naming the key.
+The `target:` section of the config file. The defaults suit one CPU machine; a mistake is one line naming the key, also
+from `python -m target_service.config FILE`, which loads no torch.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from engine.config_fields import AddressText, DeviceName, PowerOfTwo
-from engine.config_file import SectionModel
-from target_service.acceptance import parse_acceptance
+from engine.config_file import SectionModel, check_file
 
 ChannelKind = Literal["cuda_ipc", "shm", "bytes"]
+
+_SYNTHETIC = "synthetic:"
+
+
+def parse_acceptance(text: str) -> float | None:
+    """The mean of `synthetic:<mean>`, None for `exact`. ValueError says what is wrong."""
+    if text == "exact":
+        return None
+    if not text.startswith(_SYNTHETIC):
+        raise ValueError("must be exact or synthetic:<mean>")
+    try:
+        mean = float(text.removeprefix(_SYNTHETIC))
+    except ValueError as error:
+        raise ValueError("the mean after synthetic: must be a number") from error
+    if not mean >= 1:
+        raise ValueError("the mean counts the target's own token: it is at least 1")
+    return mean
 
 
 def _acceptance(value: str) -> str:
@@ -55,7 +73,7 @@ class TargetConfig(SectionModel):
     waits for drafters. pcp_start_timeout_s: for all ranks to load.
     """
 
-    listen: AddressText = "127.0.0.1:50051"
+    listen: AddressText = "127.0.0.1:25051"
     device: DeviceName = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["torch", "triton", "flashinfer", "reference"] = "torch"
@@ -89,3 +107,7 @@ class TargetConfig(SectionModel):
     pcp_backend: Literal["auto", "gloo", "nccl"] = "auto"
     pcp_timeout_s: float = Field(30.0, ge=5, le=3600)  # the ranks meet under it, too
     pcp_start_timeout_s: float = Field(600.0, gt=0, le=7200)
+
+
+if __name__ == "__main__":
+    sys.exit(check_file("target", TargetConfig))

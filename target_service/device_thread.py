@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.device_deadline import DeviceDeadline
+from engine.errors import RanksLost
 from target_service.core import TargetCore
 from target_service.failures import DeviceLost
 from target_service.flights import Flight
@@ -125,6 +126,10 @@ class DeviceThread:
                 self._carry_out_all()
         except DeviceLost as lost:
             self._lose(str(lost))
+        except RanksLost as lost:
+            # Without a cause it is no fault of this process, and its words say all.
+            _log.error("the device thread ended: %s", lost, exc_info=lost.__cause__ is not None)
+            self._fail()
         except Exception:  # a thread that died unnoticed would leave a process that listens and never answers
             _log.exception("the device thread ended")
             self._fail()

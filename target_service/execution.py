@@ -19,8 +19,8 @@ from engine.graphs import GraphCache
 from engine.request_blocks import RequestBlocks
 from engine.seats import SeatAllocator
 from kernels.kernel_set import kernels_for
-from target_service.acceptance import SyntheticAcceptance, parse_acceptance
-from target_service.config import TargetConfig
+from target_service.acceptance import SyntheticAcceptance
+from target_service.config import TargetConfig, parse_acceptance
 from target_service.device.buffers import Sizes, StepBuffers, StepMemory, table_width
 from target_service.device.forward import StepForward
 from target_service.device.frame import StepFrame

@@ -139,8 +139,9 @@ def test_gateway_modules_load_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_layout_loads_no_torch() -> None:
-    code = "import sys, kernels.layout; assert 'torch' not in sys.modules"
+@pytest.mark.parametrize("module", ["kernels.layout", "target_service.config", "drafter_service.config"])
+def test_what_must_come_up_at_once_loads_no_torch(module: str) -> None:
+    code = f"import sys, {module}; assert not {{'torch', 'transformers', 'grpc'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -25,6 +25,7 @@ from gateway.errors import GatewayError
 from gateway.generation import Generation
 from gateway.rest import chat, completions, openapi
 from gateway.rest.answers import Answer
+from gateway.rest.docs_page import docs_page
 from gateway.rest.problems import ApiError, http_problem, unknown_model
 from gateway.rest.running import Event, Submitter, run_generations
 from gateway.rest.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -72,7 +73,7 @@ def create_app(
     deps = _Deps(
         dispatcher, served, max_draft_len, status, registry, max_body_bytes, body_deadline_s, asyncio.Semaphore(1)
     )
-    app = FastAPI(title="Outrider", version=version, description=openapi.DESCRIPTION)
+    app = FastAPI(title="Outrider", version=version, description=openapi.DESCRIPTION, docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(GatewayError, _on_gateway_error)
     app.add_exception_handler(ClientLeft, _on_client_left)
@@ -81,6 +82,7 @@ def create_app(
     app.add_exception_handler(Exception, _on_any_error)
     _add_generation_routes(app, deps)
     _add_status_routes(app, deps)
+    _add_docs(app)
     openapi.install(app)
     return app
 
@@ -195,6 +197,17 @@ async def _stream(
     if include_usage:
         yield event_bytes(answer.usage_chunk())
     yield DONE
+
+
+def _add_docs(app: FastAPI) -> None:
+    page: list[str] = []
+
+    @app.get("/docs", include_in_schema=False)
+    async def get_docs() -> HTMLResponse:
+        """The description, for people. FastAPI's own page is blank where the browser has no internet."""
+        if not page:
+            page.append(docs_page(app.openapi()))
+        return HTMLResponse(page[0])
 
 
 def _problem_response(problem: Problem) -> JSONResponse:

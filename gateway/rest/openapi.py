@@ -52,8 +52,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     400: _error("A field is wrong; `param` names it."),
     404: _error("No such model."),
     413: _error("The body is too long."),
-    429: _error("Too many requests wait; try again after `Retry-After` seconds."),
-    503: _error("The target is away, or the request waited too long."),
+    429: _error("Too many requests wait; a place should be free after `Retry-After` seconds."),
+    503: _error("The target is away, the request waited too long, or the gateway stops; see `Retry-After`."),
 }
 
 

@@ -16,8 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 ResultT = TypeVar("ResultT")
 
-# A client that has its system's buffers full for so long reads no more, even if it keeps the connection.
-SEND_DEADLINE_S = 60.0
 DONE = b"data: [DONE]\n\n"
 # JSON leaves these as they are, and readers that split text into lines take them for line ends.
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
@@ -62,7 +60,7 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 class EventStream(Response):
     """Sends the events of `events` as they come and closes it in every case: at its end, on an error, when the client
-    leaves, when it takes nothing for send_deadline_s.
+    leaves. One that takes nothing any more is made to leave by its connection (see `connections`).
 
     events: encoded events, `[DONE]` among them. An iterator that raises ends the response as a broken connection.
     close: called at the end, for what `events` reads from: a generator that was never begun closes nothing by itself.
@@ -70,23 +68,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        close: Callable[[], Awaitable[None]],
-        send_deadline_s: float = SEND_DEADLINE_S,
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
-        self._send_deadline_s = send_deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the class."""
         try:
             await until_disconnect(receive, self._send_all(send))
-        except (ClientLeft, OSError):  # OSError: the server noticed while sending, or (TimeoutError) could not send
+        except (ClientLeft, OSError):  # OSError: the server noticed while sending
             pass
         finally:
             await self._events.aclose()
@@ -95,6 +87,5 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
-            async with asyncio.timeout(self._send_deadline_s):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,6 +1,6 @@
 """Which services does a config file ask for, where do they listen, and in which environment do they run?
 
-Reads of each section only what a supervisor needs; the services check the rest themselves when they start.
+Reads of the services' sections only what a supervisor needs; `stack.checking` has the services check the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from gateway.config import TOP_LEVEL_KEYS, Address, parse_address
+from gateway.config import TOP_LEVEL_KEYS, Address, gateway_section, parse_address
 from gateway.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,13 +75,14 @@ def load_settings(path: Path) -> StackSettings:
     settings = StackSettings(
         path=path,
         model=model,
-        target=_address(target, "target", "listen", "127.0.0.1:50051"),
-        drafter=None if drafter is None else _address(drafter, "drafter", "listen", "127.0.0.1:50052"),
+        target=_address(target, "target", "listen", "127.0.0.1:25051"),
+        drafter=None if drafter is None else _address(drafter, "drafter", "listen", "127.0.0.1:25052"),
         rest=_address(gateway, "gateway", "rest", "127.0.0.1:8000"),
-        grpc=_address(gateway, "gateway", "grpc", "127.0.0.1:50050"),
+        grpc=_address(gateway, "gateway", "grpc", "127.0.0.1:25050"),
         content=content,
     )
     _check_agreement(settings, gateway)
+    gateway_section(gateway)
     return settings
 
 
@@ -217,7 +218,7 @@ def _address(section: Mapping[str, Any], name: str, key: str, default: str) -> s
 def _check_agreement(settings: StackSettings, gateway: Mapping[str, Any]) -> None:
     """The gateway has to look for the services where they listen."""
     for key, listen in (("target", settings.target), ("drafter", settings.drafter)):
-        told = gateway.get(key, "127.0.0.1:50051" if key == "target" else None)
+        told = gateway.get(key, "127.0.0.1:25051" if key == "target" else None)
         if told is not None and listen is None:
             raise ConfigError(f"gateway.{key}", f"is set, but the file has no {key} section")
         if listen is not None and (told is None or parse_address(str(told)).port != parse_address(listen).port):

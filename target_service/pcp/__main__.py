@@ -30,7 +30,7 @@ from target_service.pcp.forward import RankForward
 from target_service.pcp.group import Backend, RankGroup, TorchGroup, choose_backend
 from target_service.pcp.laps import NoWatch
 from target_service.pcp.launched import LaunchForward
-from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, REST_S, RankArguments, collective_timeout_s
+from target_service.pcp.settings import BEAT_S, JOIN_TIMEOUT_S, NOTICE_S, REST_S, RankArguments, collective_timeout_s
 from target_service.pcp.warm import warm_up
 
 _log = logging.getLogger(__name__)
@@ -65,6 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
     except OutriderError as error:
         print(f"target_service rank {told.rank}: {error}", file=sys.stderr)
         end_now(MODEL_STATUS)
+    except RuntimeError:
+        # So fails a collective in which another rank has ended, too. Rank 0 then ends this one as well, with the right
+        # words; a fault of its own is told a moment later.
+        threading.Event().wait(NOTICE_S)
+        _log.exception("the rank ends")
+        end_now(BUG_STATUS)
     except BaseException:  # whatever it is, the others wait for this rank until its process is gone
         _log.exception("the rank ends")
         end_now(BUG_STATUS)

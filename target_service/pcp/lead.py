@@ -38,4 +38,6 @@ class Lead:
         except RanksLost:
             raise
         except Exception as error:  # whatever it is, the others cannot go on without this rank
+            if (loss := ranks.loss_behind(error)) is not None:
+                raise RanksLost(f"step {self.seq}: {loss}") from None
             raise RanksLost(f"step {self.seq} over {ranks.board.num_ranks} ranks failed: {error}") from error

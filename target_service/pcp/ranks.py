@@ -29,6 +29,7 @@ from target_service.pcp.settings import (
     CLOSE_S,
     HANG_S,
     JOIN_TIMEOUT_S,
+    NOTICE_S,
     REST_S,
     STARVED_S,
     WATCH_S,
@@ -57,6 +58,7 @@ class Ranks:
         self._group: TorchGroup | None = None
         self._lock = threading.Lock()
         self._reason: str | None = None
+        self._noticed = threading.Event()
         self._on_lost: Callable[[], object] | None = None
         self._let_go: Callable[[], bool] = lambda: True
         self._closing = threading.Event()
@@ -113,6 +115,15 @@ class Ranks:
             lost = self.lost
         if lost:
             on_lost()
+
+    def loss_behind(self, error: Exception) -> str | None:
+        """The loss of a rank, in words, where it is what a step failed with `error` for: the library between the ranks
+        has long ones for it, and none of who is lost. None: no rank is lost.
+        """
+        if not isinstance(error, RuntimeError):  # gloo's have no class of their own
+            return None
+        self._noticed.wait(NOTICE_S)
+        return self._reason
 
     def before_leaving(self, let_go: Callable[[], bool]) -> None:
         """Have `let_go` called before this rank leaves the group: what could still use it goes. False: that cannot be,
@@ -210,6 +221,7 @@ class Ranks:
         with self._lock:
             self._reason = reason
             on_lost = self._on_lost
+        self._noticed.set()
         self._kill()  # who waits for them in a collective is let go by it
         self._exported.close()  # now: a device that waits for them may keep us from ever coming to `close`
         if on_lost is not None:

@@ -9,6 +9,7 @@ from target_service.config import TargetConfig
 BEAT_S = 0.1
 WATCH_S = 0.05  # between two looks at the ranks
 HANG_S = 1.5  # a rank without a heartbeat for so long hangs: noticed within 2 s in all
+NOTICE_S = 0.5  # the others' collectives fail when a rank ends, and rank 0's watcher sees it a look or two later
 STARVED_S = 0.5  # a watcher that was itself kept from looking for so long does not judge the others by that time
 JOIN_TIMEOUT_S = 60.0
 CLOSE_S = 5.0  # for ranks to end by themselves

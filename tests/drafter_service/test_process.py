@@ -92,7 +92,8 @@ def test_kill_and_restart(
         ({"ngram": {"min_n": 5, "max_n": 3}}, "drafter.ngram: min_n 5 is above max_n 3"),
         ({"method": "draft_model"}, "drafter.checkpoint: is required"),
         ({"method": "draft_model", "checkpoint": "no-such"}, "drafter.checkpoint: 'no-such' is neither a directory"),
-        ({"method": "eagle3"}, "model: must name a model"),
+        ({"method": "eagle3"}, "drafter.checkpoint: method eagle3 needs a checkpoint"),
+        ({"method": "eagle3", "random_head": {}}, "model: must name a model"),
         ({"method": "ngram", "metadata_source": "reuse"}, "drafter.metadata_source"),
     ],
 )

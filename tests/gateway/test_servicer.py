@@ -138,6 +138,29 @@ async def test_a_fault_of_ours_is_internal_without_details(make_stack: MakeStack
     assert "secret" not in str(caught.value.details())
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        f"/{SERVICE_NAME}/Generate",
+        f"/{SERVICE_NAME}/GetStatus",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_a_message_that_cannot_be_decoded_is_the_clients_fault(
+    make_stack: MakeStack, free_port: int, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = await make_stack(drafting=False)
+    async with serving(stack, free_port) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in channel.stream_stream(method, bytes, bytes)(iter([b"\xff garbage"]), timeout=20):
+                pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "the message cannot be decoded"
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "WARNING") or record.exc_info]
+
+
 async def test_full_is_resource_exhausted_and_says_when_to_retry(make_stack: MakeStack, free_port: int) -> None:
     stack = await make_stack(drafting=False, target={"num_seats": 1}, max_waiting=0)
     stack.target.step_s = 0.01

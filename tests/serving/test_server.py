@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from typing import Any
 
@@ -45,6 +46,26 @@ def test_an_address_that_is_taken_names_the_key() -> None:
     finally:
         first.stop()
         first.close()
+
+
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", REFLECTION])
+def test_a_message_that_cannot_be_decoded_is_one_line(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    server = RpcServer("127.0.0.1:0", "test.listen", "test.Test", lambda _: None)
+    server.start()
+    try:
+        with grpc.insecure_channel(server.address) as channel, caplog.at_level(logging.INFO):
+            with pytest.raises(grpc.RpcError) as refused:
+                list(channel.stream_stream(method, bytes, bytes)(iter([b"\xff garbage"]), timeout=20))
+            assert refused.value.code() == grpc.StatusCode.INTERNAL
+    finally:
+        server.stop()
+        server.close()
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.getMessage() for record in warnings] == [f"{method}: a message that cannot be decoded"]
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize("asks", [False, True])

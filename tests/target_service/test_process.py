@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import serving.server
 from engine.config_file import parse_section
 from engine.errors import ConfigError, IntegrityError
-from protos import common_pb2
+from protos import common_pb2, target_pb2
 from target_service.__main__ import main
 from target_service.channels import TargetChannels
 from target_service.config import TargetConfig
@@ -41,6 +41,30 @@ def test_health_and_reflection(target_address: str) -> None:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         answer = next(stub.ServerReflectionInfo(iter([request]), timeout=10))
         assert SERVICE in {service.name for service in answer.list_services_response.service}
+
+
+def test_what_cannot_be_decoded_leaves_no_traceback(processes: ProcessGroup, tmp_path: Path, tiny_dir: Path) -> None:
+    """As the first message and after others, of every kind of call; who calls afterwards is served."""
+    address, process = start_target(processes, write_config(tmp_path / "target.yaml", tiny_dir, num_blocks=16))
+    hello = target_pb2.TargetCommand(hello=target_pb2.TargetHello(gateway_id="g")).SerializeToString()
+    with grpc.insecure_channel(address) as channel:
+        for method, messages in (
+            ("Attach", [b"\xff"]),
+            ("Detach", [b"\xff"]),
+            ("Exchange", [b"\xff"]),
+            ("Serve", [b"\xff"]),
+            ("Serve", [hello, b"\xff"]),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                list(channel.stream_stream(f"/{SERVICE}/{method}", bytes, bytes)(iter(messages), timeout=20))
+            assert refused.value.code() == grpc.StatusCode.INTERNAL
+            process.wait_for_line(f"/{SERVICE}/{method}: a message that cannot be decoded")
+    with Gateway(address) as gateway:
+        assert gateway.info.vocab_size == 512
+    process.terminate()
+    assert process.wait(15) == 0
+    assert "Traceback" not in process.output
+    assert "Exception" not in process.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

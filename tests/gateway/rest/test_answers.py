@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -272,11 +273,20 @@ async def test_models_health_metrics_and_docs(dispatcher: fakes.FakeDispatcher) 
         assert health.json()["services"] == [{"role": "target", "address": "h:1", "state": "lost", "detail": "gone"}]
         metrics = await http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
-        assert (await http.get("/docs")).status_code == 200
+        page = await http.get("/docs")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
         description = (await http.get("/openapi.json")).json()
     schemas = description["components"]["schemas"]
     assert "draft_len" in schemas["ChatCompletionRequest"]["properties"]
     assert {"CompletionRequest", "ChatMessage", "StreamOptions", "Error"} <= set(schemas)
     references = set(json.dumps(description).split('"#/components/schemas/')[1:])
     assert {reference.split('"')[0] for reference in references} <= set(schemas)
+    assert not re.search(
+        r"<script|<link|<img|@import|src=|https?:|//", page.text
+    )  # nothing to fetch: no internet needed
+    for name, schema in schemas.items():
+        if not name.endswith("ValidationError"):
+            assert all(f"<code>{field}</code>" in page.text for field in schema["properties"]), name
+    for path in description["paths"]:
+        assert f"{path}</code></h2>" in page.text
     assert set(description["paths"][TEXT]["post"]["responses"]) >= {"400", "404", "429", "503"}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,11 +18,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gateway.cli import app
+from gateway.errors import ConfigError
+from gateway.stack.checking import check_sections
 from gateway.stack.console import LogFiles, LogPrinter, StartView
+from gateway.stack.settings import load_settings
 from gateway.supervisor import ServiceState
 from tests.gateway.rest import fakes
 from tests.gateway.rest.test_server import serving
 from tests.gateway.text import tiny_tokenizers
+from tests.ports import ReservedPort
 from tests.processes import ROOT, ProcessGroup
 
 
@@ -49,9 +54,62 @@ def test_a_bad_config_is_one_line_naming_the_key(processes: ProcessGroup, tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"target": {"block_size": 12}}, "target.block_size: must be a power of two (got 12)"),
+        ({"target": {"accept": "often"}}, "target.accept: must be exact or synthetic:<mean> (got 'often')"),
+        ({"drafter": {"methud": "ngram"}}, "drafter.methud: unknown key; allowed are "),
+        ({"drafter": {"ngram": {"min_n": 0}}}, "drafter.ngram.min_n: Input should be greater than or equal to 1"),
+        ({"drafter": {"method": "eagle3"}}, "drafter.checkpoint: method eagle3 needs a checkpoint, or "),
+        ({"target": {"num_seats": 0}, "drafter": {"num_seats": 0}}, "target.num_seats: "),
+        ({"gateway": {"depth": 5}}, "gateway.depth: "),
+    ],
+)
+def test_a_wrong_value_in_any_section_is_found_before_anything_is_started(
+    processes: ProcessGroup, tmp_path: Path, reserve_port: type[ReservedPort], sections: dict[str, Any], said: str
+) -> None:
+    """Before the model is looked for, too: there is none."""
+    ports = [reserve_port().address for _ in range(4)]
+    content = {
+        "model": str(tmp_path / "none"),
+        "target": {"listen": ports[0], **sections.get("target", {})},
+        "drafter": {"listen": ports[1], **sections.get("drafter", {})},
+        "gateway": {
+            "rest": ports[2],
+            "grpc": ports[3],
+            "target": ports[0],
+            "drafter": ports[1],
+            **sections.get("gateway", {}),
+        },
+    }
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(content))
+    for command in ("up", "quickstart") if "accept" in said else ("up",):
+        status, output = outrider(processes, command, str(path))
+        assert (status, output[: len(f"outrider: {said}")], output.count("\n")) == (2, f"outrider: {said}", 1)
+
+
+async def test_a_check_that_cannot_be_made_is_left_to_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the checker itself is broken: the service's own start says more."""
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump({"model": "m", "target": {"block_size": 12}, "gateway": {}}))
+    settings = load_settings(path)
+    with pytest.raises(ConfigError, match=r"^target\.block_size: must be"):
+        await check_sections(settings)
+    with monkeypatch.context() as patched:
+        patched.setattr("gateway.stack.checking.DEADLINE_S", 0.0)
+        await check_sections(settings)
+    with monkeypatch.context() as patched:
+        patched.setenv("PYTHONHASHSEED", "no number: no interpreter starts")
+        await check_sections(settings)
+
+
 def test_a_model_that_is_not_there_names_the_key(processes: ProcessGroup, tmp_path: Path) -> None:
     path = tmp_path / "missing.yaml"
-    path.write_text(yaml.safe_dump({"model": str(tmp_path / "none"), "gateway": {"target": "127.0.0.1:50051"}}))
+    path.write_text(yaml.safe_dump({"model": str(tmp_path / "none"), "gateway": {"target": "127.0.0.1:25051"}}))
     status, output = outrider(processes, "quickstart", str(path))
     assert status == 2
     assert output.splitlines()[-1].startswith("outrider: model: ")
@@ -130,7 +188,6 @@ def test_every_config_in_the_tree_is_taken_by_all_three_services() -> None:
     from drafter_service.config import DrafterConfig
     from engine.config_file import load_section
     from gateway.config import load_config
-    from gateway.stack.settings import load_settings
     from target_service.config import TargetConfig
 
     paths = sorted((ROOT / "configs").glob("*.yaml"))
@@ -138,7 +195,7 @@ def test_every_config_in_the_tree_is_taken_by_all_three_services() -> None:
     for path in paths:
         settings = load_settings(path)
         assert load_section(path, "target", TargetConfig).listen == settings.target
-        assert load_section(path, "drafter", DrafterConfig).listen in (settings.drafter, "127.0.0.1:50052")
+        assert load_section(path, "drafter", DrafterConfig).listen in (settings.drafter, "127.0.0.1:25052")
         loaded = load_config(path)
         assert (loaded.gateway.rest, loaded.gateway.grpc) == (settings.rest, settings.grpc)
 

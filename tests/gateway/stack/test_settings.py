@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from drafter_service.config import DrafterConfig
+from gateway.config import GatewayConfig, parse_address
 from gateway.errors import ConfigError
 from gateway.stack import settings as stack
+from target_service.config import TargetConfig
 
 GOOD: dict[str, Any] = {
     "model": "some/model",
@@ -95,6 +98,17 @@ def test_a_taken_port_is_named_by_its_key(tmp_path: Path) -> None:
         settings = stack.load_settings(write(tmp_path, {**GOOD, "gateway": {**GOOD["gateway"], "rest": rest}}))
         with pytest.raises(ConfigError, match=r"gateway\.rest: cannot listen on .*: Address already in use"):
             stack.check_ports(settings)
+
+
+@pytest.mark.parametrize("path", [None, *sorted((stack.ROOT / "configs").glob("*.yaml"))], ids=str)
+def test_no_service_listens_where_outgoing_connections_do(tmp_path: Path, path: Path | None) -> None:
+    """From 32768 on Linux gives ports to outgoing connections: a start would fail now and then."""
+    defaults: dict[str, Any] = {"model": "m", "drafter": {}, "gateway": {"drafter": DrafterConfig().listen}}
+    settings = stack.load_settings(path or write(tmp_path, defaults))
+    assert all(parse_address(text).port < 32768 for text in settings.addresses().values())
+    if path is None:
+        assert settings.target == TargetConfig().listen == GatewayConfig().target
+        assert (settings.rest, settings.grpc) == (GatewayConfig().rest, GatewayConfig().grpc)
 
 
 def test_what_the_user_has_set_stays() -> None:

@@ -15,7 +15,8 @@ from kernels.kernel_set import kernels_for
 from kernels.reference.philox import uniform
 from kernels.reference.sampling import SamplingTensors
 from kernels.reference.verify import Verdict
-from target_service.acceptance import SyntheticAcceptance, chance_for, parse_acceptance
+from target_service.acceptance import SyntheticAcceptance, chance_for
+from target_service.config import parse_acceptance
 from target_service.device.plan_buffer import FIELDS, PlanBuffer
 from target_service.device.sampling import DeviceSampling, SampledRows
 from target_service.device.tables import DeviceTables

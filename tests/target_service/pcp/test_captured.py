@@ -185,7 +185,7 @@ def test_ranks_do_the_same_with_their_graphs(decoder: Decoder, max_graphs: int) 
             frame,
             Padding((1, 4), buffers.sizes, True),
             graphs,
-            Lead(cast(Any, SimpleNamespace(lost=False, board=board.board)), 20.0),
+            Lead(cast(Any, SimpleNamespace(lost=False, board=board.board, loss_behind=lambda _: None)), 20.0),
             make_forward(decoder, group),
             LapWatch(CPU, 0),
         )

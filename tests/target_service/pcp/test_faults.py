@@ -34,7 +34,8 @@ SHM = Path("/dev/shm")
 
 
 def start(processes: ProcessGroup, tmp_path: Path, model: Path, **settings: Any) -> tuple[str, TestProcess]:
-    return start_target(processes, write_config(tmp_path / "target.yaml", model, pcp_size=2, drain_s=1, **settings))
+    config = write_config(tmp_path / "target.yaml", model, **{"pcp_size": 2, "drain_s": 1, **settings})
+    return start_target(processes, config)
 
 
 def ranks_of(process: TestProcess) -> list[psutil.Process]:
@@ -93,6 +94,13 @@ def keep_busy(driver: Driver, requests: list[Running]) -> threading.Thread:
     return thread
 
 
+def assert_said_in_lines(process: TestProcess) -> None:
+    """That a rank was lost is said, and nothing of what that looks like to the library between the ranks."""
+    assert "; ending the target\n" in process.output
+    for word in ("Traceback", "Error", "gloo/"):
+        assert word not in process.output
+
+
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_lost_rank_ends_the_target(
@@ -124,8 +132,29 @@ def test_a_lost_rank_ends_the_target(
     health.close()
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
     assert not boards_of(process)
-    assert ("has ended" in process.output) == (number is signal.SIGKILL) or busy
+    assert ("has ended" in process.output) == (number is signal.SIGKILL)
     assert "Fault" not in process.output
+    assert_said_in_lines(process)
+
+
+def test_of_several_ranks_only_the_lost_one_is_spoken_of(
+    tmp_path: Path, tiny_dir: Path, processes: ProcessGroup
+) -> None:
+    """The others stand in collectives that it breaks, and may find out before rank 0 does."""
+    address, process = start(processes, tmp_path, tiny_dir, pcp_size=4)
+    ranks = ranks_of(process)
+    with Gateway(address) as gateway:
+        driver = Driver(gateway)
+        running = driver.request(prompt_of(20), 400)
+        driver.admit(running)
+        thread = keep_busy(driver, [running])
+        when(lambda: len(running.generated) > 3, 20)
+        ranks[1].kill()
+        assert process.wait(10) == 1, process.output
+        thread.join(10)
+    psutil.wait_procs(ranks, timeout=5)
+    assert f"rank 2 (process {ranks[1].pid}) has ended: signal 9; ending the target\n" in process.output
+    assert_said_in_lines(process)
 
 
 def test_ranks_die_with_rank_0(tmp_path: Path, tiny_dir: Path, processes: ProcessGroup) -> None:
@@ -241,17 +270,18 @@ from engine.decoder import Decoder
 from target_service.__main__ import end_soon, main
 
 def broken(*arguments, **named):
-    raise ValueError("no such luck")
+    raise {error}("no such luck")
 
 Decoder.forward = broken
 os._exit(main(sys.argv[1:], on_failure=end_soon))
 """
 
 
-def test_a_bug_in_rank_0_ends_the_target(tmp_path: Path, tiny_dir: Path, processes: ProcessGroup) -> None:
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
+def test_a_bug_in_rank_0_ends_the_target(tmp_path: Path, tiny_dir: Path, processes: ProcessGroup, error: str) -> None:
     """The other rank is in the middle of the step, and would wait in it for its end."""
     config = write_config(tmp_path / "target.yaml", tiny_dir, pcp_size=2, drain_s=1)
-    process = processes.python("-c", BUG_IN_RANK_0, "--config", str(config))
+    process = processes.python("-c", BUG_IN_RANK_0.replace("{error}", error), "--config", str(config))
     address = process.wait_for_line(r"target ready on (\S+) ", 90).group(1)
     (rank,) = ranks_of(process)
     with Gateway(address) as gateway:
@@ -261,6 +291,7 @@ def test_a_bug_in_rank_0_ends_the_target(tmp_path: Path, tiny_dir: Path, process
         gateway.send(plan=common_pb2.StepPlan(seq=1, rows=[driver.row(running)]))
         assert process.wait(10) == 1, process.output
     assert "step 1 over 2 ranks failed: no such luck" in process.output
+    assert "in broken" in process.output  # whose fault it is stays to be seen
     psutil.wait_procs([rank], timeout=5)
     assert not rank.is_running()
     assert not boards_of(process)

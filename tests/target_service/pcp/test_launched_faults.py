@@ -26,7 +26,16 @@ from tests.processes import ProcessGroup, TestProcess
 from tests.target_service.conftest import EXECUTIONS, write_config
 from tests.target_service.device.bench import Bench, Planner, Request
 from tests.target_service.gateway_client import Driver, Gateway
-from tests.target_service.pcp.test_faults import NOT_SERVING, NOTICE_S, Health, boards_of, ranks_of, start, when
+from tests.target_service.pcp.test_faults import (
+    NOT_SERVING,
+    NOTICE_S,
+    Health,
+    assert_said_in_lines,
+    boards_of,
+    ranks_of,
+    start,
+    when,
+)
 from tests.target_service.test_greedy import prompt_of
 from tests.target_service.test_run_ahead import Ahead
 
@@ -61,6 +70,7 @@ def lose_a_rank(process: TestProcess, address: str, number: signal.Signals) -> N
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
     assert not boards_of(process)
     assert "Fault" not in process.output
+    assert_said_in_lines(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])

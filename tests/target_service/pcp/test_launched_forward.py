@@ -187,7 +187,7 @@ def rank_forward(
         StepFrame(cast(Any, None), memory, BLOCK_SIZE, MAX_LEN, None),
         Padding((3, 1), buffers.sizes, captures),
         CpuGraphs(),
-        Lead(cast(Any, SimpleNamespace(lost=lost, board=board)), 5.0),
+        Lead(cast(Any, SimpleNamespace(lost=lost, board=board, loss_behind=lambda _: None)), 5.0),
         cast(Any, SimpleNamespace(run=run)),
         LapWatch(CPU, 0),
     )
