@@ -95,8 +95,9 @@ def start_ranks(config: TargetConfig, directory: Path) -> Ranks | None:
         # Warming up takes rows that no plan has.
         most_launch_bytes(2 * config.num_seats, model.num_layers),
     )
-    # With device execution, which the model decides, as many orders as steps may be under way.
-    return Ranks(config, directory, order_bytes, 2 if config.execution == "host" else config.channel_depth)
+    # With device execution, which on a GPU the attention decides, as many orders as steps may be under way.
+    is_host = config.execution == "host" or (config.execution == "auto" and config.device == "cpu")
+    return Ranks(config, directory, order_bytes, 2 if is_host else config.channel_depth)
 
 
 def join_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, blocks: RequestBlocks) -> ShardedForward:
