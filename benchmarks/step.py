@@ -13,8 +13,9 @@ Four ways, in turn, over the same rows (long-running decode, all of one context 
 The processes are driven by `benchmarks.plan_driver` over gRPC; on a GPU they share it under a private MPS daemon. With
 `--load-format dummy` any config.json will do, and `--accept` sets the mean number of tokens a row gives in a step.
 `--pcp-size` makes the target so many ranks, on the GPUs from `--device` on (without c, which has one rank).
-Compare the ratios: they are taken round by round within one run. `floor` is the bytes of weights and KV over the copy
-bandwidth of this run. A table, then one JSON object as the last line. `--device cpu` with a tiny model is a dry run.
+On GPUs what a hop takes is measured first (`benchmarks.hop`). Compare the ratios: they are taken round by round within
+one run. `floor` is the bytes of weights and KV over the copy bandwidth of this run. A table, then one JSON object as
+the last line. `--device cpu` with a tiny model is a dry run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks import hop
 from benchmarks.floor import BusySampler, copy_bandwidth
 from benchmarks.one_process import OneProcess
 from benchmarks.plan_driver import Load, PlanDriver, run_driver
@@ -59,10 +61,15 @@ async def sample_split(
     return Sample(timeline, busy.share, host, groups)
 
 
+HOP_ROUNDS, HOP_REPEATS = 200, 3
+
+
 async def measure(
     setting: Setting, scratch: Path, console: Console
-) -> tuple[dict[int, dict[str, list[Sample]]], float]:
-    """All samples by batch and way, and the copy bandwidth. Everything is started at once, and measured in turn."""
+) -> tuple[dict[int, dict[str, list[Sample]]], float, dict[str, float] | None]:
+    """All samples by batch and way, the copy bandwidth, and what a hop takes (None on a CPU). Everything is started at
+    once, and measured in turn.
+    """
     target, drafter = setting.sections()
     device = torch.device(setting.device)
     busy = BusySampler(device.index or 0 if device.type == "cuda" else None)
@@ -72,6 +79,7 @@ async def measure(
         env = {}
         if setting.shares_gpu:
             env = stack.enter_context(shared_gpu(device))
+        hop_us = measure_hop(setting, console)
         services = stack.enter_context(Services(scratch / "split", str(setting.model), target, drafter, env))
         one = None
         if "c" in setting.ways:
@@ -108,7 +116,19 @@ async def measure(
                         f"batch {batch}, round {number + 1}, {WAYS[way]}: {sample.step_ms:.3f} ms a step, "
                         f"{sample.timeline.mean_accepted_len:.2f} tokens, {sample.timeline.missed} missed"
                     )
-    return samples, bandwidth
+    return samples, bandwidth, hop_us
+
+
+def measure_hop(setting: Setting, console: Console) -> dict[str, float] | None:
+    """Microseconds from one process's GPU work to the other's, by `benchmarks.hop`, in the environment as it is."""
+    devices = [torch.device(name) for name in (setting.device, setting.drafter_device)]
+    if any(device.type != "cuda" for device in devices):
+        return None
+    hop_us = hop.measure([f"cuda:{device.index or 0}" for device in devices], HOP_ROUNDS, HOP_REPEATS)
+    console.print(
+        f"a hop takes {hop_us['empty']:.1f} us, with data of 64 rows {hop_us['with data']:.1f}", highlight=False
+    )
+    return hop_us
 
 
 def main() -> None:
@@ -118,8 +138,8 @@ def main() -> None:
     setting = setting_of(parser.parse_args())
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as scratch:
-        samples, bandwidth = run_driver(measure(setting, Path(scratch), console))
-    result = summary(setting, samples, bandwidth)
+        samples, bandwidth, hop_us = run_driver(measure(setting, Path(scratch), console))
+    result = summary(setting, samples, bandwidth) | {"hop_us": hop_us}
     print_table(result)
     print(json.dumps(result))
 

@@ -47,19 +47,17 @@ def middles(messages: Sequence[Any], *fields: str) -> dict[str, float]:
     }
 
 
-def on_the_gpu(
-    way: str, step_ms: float, target: dict[str, float], drafter: dict[str, float], pcp_size: int
-) -> dict[str, float]:
+def on_the_gpu(way: str, step_ms: float, target: dict[str, float], drafter: dict[str, float]) -> dict[str, float]:
     """By the services' own events on their streams: which share of a step they worked, waits left out; and, of the
-    split, half of what the target waited for drafts beyond the drafter's work, which is a hop. Not with ranks, which
-    meet meanwhile. Nothing where steps are not timed so.
+    split, how much longer the target waited for drafts than the drafter worked on them. Below zero: the drafter is at
+    work while the target still ends the step before. Nothing where steps are not timed so.
     """
     drafting = drafter.get("prefill_ms", 0.0) + drafter.get("draft_ms", 0.0)
     if not target or (drafter and not drafting):
         return {}
     found = {"busy": round((target["forward_ms"] + target["verify_ms"] + drafting) / step_ms, 4)}
-    if drafting and way == "a" and pcp_size == 1:
-        found["hop_us"] = round(1e3 * (target["wait_ms"] - drafting) / 2, 1)
+    if drafting and way == "a":
+        found["wait_beyond_drafting_us"] = round(1e3 * (target["wait_ms"] - drafting), 1)
     return found
 
 
@@ -99,7 +97,7 @@ def summary(setting: Setting, samples: dict[int, dict[str, list[Sample]]], bandw
                 "host_parts_us": rounds[-1].parts_us,
                 "target": target,
                 "drafter": drafter,
-                "by_events": on_the_gpu(way, step_ms, target, drafter, setting.pcp_size) if on_gpu else {},
+                "by_events": on_the_gpu(way, step_ms, target, drafter) if on_gpu else {},
                 "missed": sum(sample.timeline.missed for sample in rounds),
                 "floor_ms": round(floor_ms, 4),
                 "over_floor": round(step_ms / floor_ms, 3),
@@ -132,9 +130,8 @@ def ratios(by_way: dict[str, list[Sample]]) -> dict[str, Any]:
             ratio = statistics.median(a.step_ms / b.step_ms for a, b in pairs)
             found[name] = round(ratio - 1 if name == "split_tax" else ratio, 4)
     if "a" in by_way and "c" in by_way:
-        # A step passes the channel twice: to the drafter and back. What else the split costs is in here too.
         pairs = zip(by_way["a"], by_way["c"], strict=True)
-        found["two_hops_us"] = round(statistics.median(1e3 * (a.step_ms - b.step_ms) for a, b in pairs), 1)
+        found["split_us"] = round(statistics.median(1e3 * (a.step_ms - b.step_ms) for a, b in pairs), 1)
     return found
 
 
@@ -152,16 +149,17 @@ def print_table(result: dict[str, Any]) -> None:
         "host ms",
         "builds",
         "launch us",
-        "hop us",
+        "wait + us",
     ):
         table.add_column(column, justify="right")
     for batch, figures in result["batches"].items():
         for way, row in figures["ways"].items():
             host = " + ".join(f"{value:.2f}" for value in row["host_ms"].values())
-            busy, hop = row["by_events"].get("busy", row["gpu_busy"]), row["by_events"].get("hop_us", "")
+            busy = row["by_events"].get("busy", row["gpu_busy"])
+            beyond = row["by_events"].get("wait_beyond_drafting_us", "")
             builds = row["drafter"].get("metadata_builds", "")
             launch = round(1e3 * row["target"]["launch_ms"])
-            cells = (row["tokens_per_row"], row["floor_ms"], row["over_floor"], busy, host, builds, launch, hop)
+            cells = (row["tokens_per_row"], row["floor_ms"], row["over_floor"], busy, host, builds, launch, beyond)
             table.add_row(batch, f"{way} {WAYS[way]}", f"{row['step_ms']:.3f}", *map(str, cells))
         rest = {key: value for key, value in figures.items() if key != "ways"}
         table.add_row(batch, *(f"{key} {value}" for key, value in rest.items()), end_section=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
 from target_service.channels import OpenChannel, TargetChannels
 from target_service.device.marks import Marks
@@ -18,19 +19,28 @@ WAIT_S = 10.0
 
 
 class _Landing:
-    """The device is done at once. `watched`: the watcher has come to wait for it, which ends with `gate`."""
+    """The device is done by the time that anyone asks. `watched`: the watcher has come to wait for it, which ends with
+    `gate`.
+    """
 
     def __init__(self, gate: threading.Event) -> None:
         self.watched = threading.Event()
         self._gate = gate
 
     def done(self) -> bool:
+        self._finish()
         return True
 
     def wait(self) -> None:
+        self._finish()
         if threading.current_thread().name == "device-watcher":
             self.watched.set()
             assert self._gate.wait(WAIT_S)
+
+    @staticmethod
+    def _finish() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 class _NoChannels:
