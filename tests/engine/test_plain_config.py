@@ -110,9 +110,10 @@ def test_other_files_are_left_to_transformers(tmp_path: Path, fields: dict[str, 
 
 def test_sliding_windows_of_some_layers_are_left_to_transformers(tmp_path: Path) -> None:
     raw = raw_of(tmp_path, "qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    directory = write(tmp_path / "read", raw)
-    assert read_plain_config(directory / "config.json") is None
-    assert ModelConfig.from_directory(directory).windows == (None, 5, 5)
+    for said in (raw, {key: value for key, value in raw.items() if key != "layer_types"}):
+        directory = write(tmp_path / "read", said)
+        assert read_plain_config(directory / "config.json") is None
+        assert ModelConfig.from_directory(directory).windows == (None, 5, 5)
 
 
 def test_no_file_no_json_and_no_mapping(tmp_path: Path) -> None:
