@@ -61,6 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_status = main()
-    if exit_status:
-        end_now(exit_status)  # after a failure nothing left over may keep the process, and so its successor, waiting
+    # Not by way of the interpreter's end, for which a successor would wait: with torch it takes half a second, and with
+    # what a failure has left over it may take for ever.
+    end_now(main())

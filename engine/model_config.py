@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import ModelError
+from engine.plain_config import read_plain_config
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -68,15 +67,23 @@ class ModelConfig:
         path = Path(directory)
         if not (path / "config.json").is_file():
             raise ModelError(f"{path}: not a model directory (no config.json)")
+        if (plain := read_plain_config(path / "config.json")) is not None:
+            return cls.from_hf_config(plain, _generation_eos(path))
+        # Only if needed: longer to import than all else that a start does.
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
+
         try:
             hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
-        except (ValueError, OSError, KeyError) as error:
+        except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
             raise ModelError(f"{path}: config.json cannot be read: {' '.join(str(error).split())}") from error
         return cls.from_hf_config(hf_config, _generation_eos(path))
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-        """Of a transformers config object. eos_token_ids: take these; else the config's own."""
+        """Of a transformers config object, or what `read_plain_config` gives. eos_token_ids: take these; else the
+        config's own.
+        """
         family = getattr(hf_config, "model_type", None)
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
@@ -110,7 +117,8 @@ class ModelConfig:
 
 
 def rope_frequencies(hf_config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
-    """(inv_freq [head_dim / 2], factor on cos and sin) of a transformers config, by transformers' own functions.
+    """(inv_freq [head_dim / 2], factor on cos and sin) of a transformers config; of scaled kinds by transformers' own
+    functions.
 
     ModelError for kinds of rotary embedding that depend on the sequence's length or turn only part of a head.
     """
@@ -119,14 +127,22 @@ def rope_frequencies(hf_config: Any, head_dim: int) -> tuple[tuple[float, ...], 
     if kind not in ROPE_TYPES:
         raise ModelError(f"rope_type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
     if kind == "default":
-        # transformers keeps this one in each model's class: Su et al. 2021, in its arithmetic.
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        inv_freq, scaling = 1.0 / (rope["rope_theta"] ** exponents), 1.0
+        inv_freq, scaling = default_frequencies(rope["rope_theta"], head_dim), 1.0
     else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # see from_directory
+
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     if len(inv_freq) * 2 != head_dim:
         raise ModelError(f"rotary embedding turns {len(inv_freq) * 2} of {head_dim} dimensions; only whole heads do")
     return tuple(inv_freq.tolist()), float(scaling)
+
+
+def default_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    """Rotary frequencies [head_dim / 2] float32 without any scaling: Su et al. 2021, in transformers' arithmetic, which
+    keeps them in each model's class.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+    return 1.0 / (theta**exponents)
 
 
 def _layer_windows(hf_config: Any) -> tuple[int | None, ...]:

@@ -38,8 +38,7 @@ def main(
     the service, 2 on a bad config or model. A lost device ends the process at once, with 3. on_failure: called, from
     any thread, before a stop after a failure.
 
-    end: called with the status when all is done, and nothing that is left has been let go: it is to end the process.
-    Not after a clean stop of a target without ranks, which may end as any program.
+    end: called with the status when all is done: it is to end the process.
     """
     parser = argparse.ArgumentParser(prog="target_service", description="Outrider's target service.")
     parser.add_argument("--config", required=True, help="the config file (YAML)")
@@ -54,10 +53,8 @@ def main(
         stop.ask()
 
     target: Target | None = None
-    has_ranks = False
     try:
         config = load_section(options.config, "target", TargetConfig)
-        has_ranks = config.pcp_size > 1
         model_name = load_model_name(options.config, options.model)
         target = build_target(config, model_name, fetch_model(model_name))
         if config.accept != "exact":
@@ -94,8 +91,7 @@ def main(
         end(1)
         raise
     status = 1 if failed.is_set() else 0
-    if status or has_ranks:
-        end(status)
+    end(status)
     return status
 
 
@@ -115,5 +111,6 @@ def end_soon() -> None:
 
 
 if __name__ == "__main__":
-    # Not by way of the interpreter's end: a group that has lost a rank may hold it up for ever.
+    # Not by way of the interpreter's end, for which a successor would wait: with torch it takes half a second, and a
+    # group that has lost a rank may hold it up for ever.
     sys.exit(main(on_failure=end_soon, end=end_now))

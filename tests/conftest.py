@@ -5,17 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ports import ReservedPort
 from tests.processes import ProcessGroup
+from tests.sharing_out import group_of
 
 # Before torch is first imported, and for every process a test starts: the machines that run the tests have few cores,
 # and many small tensors are slower, not faster, on several threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share out the tests by `group_of`, in the order in which they are collected."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # the groups of most tests first: they are not the longest
+    scheduling: Any = LoadScopeScheduling(config, log)
+    scheduling._split_scope = group_of
+    return scheduling
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,10 +1,13 @@
-"""What the tests themselves stand on: ports that stay reserved, processes that end with their test."""
+"""What the tests themselves stand on: ports that stay reserved, processes that end with their test, and tests that stay
+together where several processes share them out.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import time
 from concurrent import futures
 from pathlib import Path
 
@@ -12,7 +15,8 @@ import grpc
 import pytest
 
 from tests.ports import ReservedPort
-from tests.processes import ProcessGroup
+from tests.processes import ROOT, ProcessGroup
+from tests.sharing_out import ONE_BY_ONE, group_of
 
 
 def test_a_reserved_port_can_be_served_on_again_and_again(reserve_port: type[ReservedPort]) -> None:
@@ -49,7 +53,30 @@ def test_processes_end_with_their_group_even_when_they_refuse(tmp_path: Path, mo
     child = int(process.wait_for_line(r"pids (\d+)")[1])
     group.close()
     assert process.wait() == -signal.SIGKILL
+    end = time.monotonic() + 5  # nobody waits for a child of another process: it has its signal, and ends when it runs
+    while running(child) and time.monotonic() < end:
+        time.sleep(0.01)
     assert not running(child)
+
+
+def test_tests_that_share_something_are_one_group() -> None:
+    at = "tests/target_service/test_"
+    groups = [
+        {f"{at}greedy.py::test_a[host]", f"{at}faults.py::test_b[host-3]", f"{at}ring.py::test_c[host-a]"},
+        {f"{at}greedy.py::test_a[device]", f"{at}faults.py::test_b[device-3]"},
+        {f"{at}greedy.py::test_without", f"{at}greedy.py::test_of[hosts]"},
+        {"tests/end_to_end/test_greedy.py::test_a[ngram-1]", "tests/end_to_end/test_sampling.py::test_b[eagle3]"},
+        {"tests/engine/test_fetch.py::test_a", "tests/engine/test_fetch.py::test_b[host]"},
+        *({f"{path}::test_{number}"} for path in ONE_BY_ONE for number in range(2)),
+    ]
+    names = [{group_of(test) for test in group} for group in groups]
+    assert all(len(found) == 1 for found in names)
+    assert len(set.union(*names)) == len(groups)
+
+
+def test_files_whose_tests_are_shared_out_one_by_one_have_no_fixture_for_all_of_them() -> None:
+    for path in ONE_BY_ONE:
+        assert 'scope="module"' not in (ROOT / path).read_text(), path
 
 
 def running(pid: int) -> bool:

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaConfig
 
 from engine.errors import ModelError
 from engine.model_config import rope_frequencies
+from engine.plain_config import plain_layers, plain_rope
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig  # slow to import, and most heads need none of it (see plain_config.py)
 
 
 def default_hidden_layers(num_layers: int) -> tuple[int, int, int]:
@@ -91,6 +95,8 @@ class Eagle3Config:
 
 def layer_config(config: Eagle3Config) -> LlamaConfig:
     """The head's decoder layer as transformers sees it."""
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -110,7 +116,9 @@ def layer_config(config: Eagle3Config) -> LlamaConfig:
 
 def rotary_frequencies(config: Eagle3Config) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [head_dim / 2] float32 and the factor on cos and sin."""
-    inv_freq, factor = rope_frequencies(layer_config(config), config.head_dim)
+    rope = plain_rope({"rope_parameters": config.rope})
+    layer = layer_config(config) if rope is None else SimpleNamespace(rope_parameters=rope)
+    inv_freq, factor = rope_frequencies(layer, config.head_dim)
     return torch.tensor(inv_freq, dtype=torch.float32), factor
 
 
@@ -127,8 +135,7 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         raise ModelError(f"num_hidden_layers is {layer_raw['num_hidden_layers']}: an EAGLE-3 head has one layer")
     if layer_raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act is {layer_raw['hidden_act']!r}, only 'silu' is known")
-    ignored = ("architectures", "auto_map", "dtype", "torch_dtype", "model_type")
-    layer = LlamaConfig.from_dict({name: value for name, value in layer_raw.items() if name not in ignored})
+    layer = plain_layers(layer_raw) or _full_layer(layer_raw)
     hidden_layers = _read_hidden_layers(raw)
     vocab_size = int(raw.get("target_vocab_size") or layer.vocab_size)
     return Eagle3Config(
@@ -152,6 +159,14 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         fc_norm=bool(raw.get("fc_norm", False)),
         norm_output=bool(raw.get("norm_output", False)),
     )
+
+
+def _full_layer(raw: Mapping[str, Any]) -> LlamaConfig:
+    """The layer's config with what it leaves to transformers' defaults."""
+    from transformers import LlamaConfig
+
+    ignored = ("architectures", "auto_map", "dtype", "torch_dtype", "model_type")
+    return LlamaConfig.from_dict({name: value for name, value in raw.items() if name not in ignored})
 
 
 def write_config(config: Eagle3Config) -> dict[str, Any]:

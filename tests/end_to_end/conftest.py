@@ -16,14 +16,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+@pytest.fixture(scope="package", params=VARIANTS, ids=lambda variant: variant.name)
 def variant(request: pytest.FixtureRequest) -> Variant:
     """One of the stacks of variants.py."""
     value: Variant = request.param
     return value
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def stack(variant: Variant, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The variant, running."""
     directory = tmp_path_factory.mktemp(variant.name)

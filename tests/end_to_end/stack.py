@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,15 +21,11 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.ports import ReservedPort
+
 ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 120.0
 POLL_S = 0.05
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -169,8 +164,8 @@ def running_stack(
     gateway: Mapping[str, Any] | None = None,
 ) -> Iterator[Stack]:
     """A stack serving `model` from `directory` (config and logs). `drafter=None`: no drafter at all."""
-    ports = [free_port() for _ in range(4)]
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+    ports = [ReservedPort() for _ in range(4)]  # held for as long as it runs: other tests run beside this one
+    addresses = [port.address for port in ports]
     sections: dict[str, Any] = {
         "model": str(model),
         "target": {"listen": addresses[0], "dtype": "float32", "threads": 1, **(target or {})},
@@ -180,6 +175,7 @@ def running_stack(
             "target": addresses[0],
             "drafter": addresses[1] if drafter is not None else None,
             "model_name": "tiny",
+            "reconnect_max_s": 0.1,  # a test waits for the gateway to find the others, whenever they are ready
             **(gateway or {}),
         },
     }
@@ -212,3 +208,5 @@ def running_stack(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
+        for port in ports:
+            port.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end import test_greedy
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.variants import prompts
 
@@ -46,6 +47,9 @@ def test_seeded_output_depends_on_nothing_else(stack: Stack, way: str) -> None:
         assert again.result() == alone
     if WAYS[way]["temperature"]:
         assert _tokens(stack, way, 2, seed=99) != alone
+
+
+test_everything_is_free_again = test_greedy.test_everything_is_free_again
 
 
 def _crowd() -> list[tuple[str, int, int]]:
