@@ -243,7 +243,8 @@ def filter_logits(
     bests, masses = (torch.empty((rows, num_chunks, n), dtype=torch.float32, device=device) for n in (1, 2))
     # A launch reads what the one before it wrote, while other programs of it already write: two places for each.
     sums = torch.empty((2, rows, num_chunks, _PARTS.value), dtype=torch.float32, device=device)
-    lows = torch.empty((2, rows), dtype=torch.int32, device=device)
+    # Both of one alignment: kernels are compiled by it.
+    lows = torch.empty((2, -(-rows // 4) * 4), dtype=torch.int32, device=device)
     limits = torch.empty(rows, dtype=torch.int32, device=device)
     grid, stride = (rows, num_chunks), logits.stride(0)
     sizes = {"vocab": vocab, "NUM_CHUNKS": num_chunks, "CHUNK": chunk}
