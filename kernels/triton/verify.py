@@ -14,7 +14,8 @@ import triton.language as tl
 
 from kernels.reference.verify import Verdict as Verdict
 from kernels.triton.philox import ACCEPT, RESIDUAL, TARGET, gumbel_block, uniform_block
-from kernels.triton.sampling import behind_best, best_of_chunks, chunk_size, draw_from_chunk
+from kernels.triton.sampling import best_of_chunks, chunk_size, draw_from_chunk
+from kernels.triton.token_filters import behind_best
 
 _ACCEPT = tl.constexpr(ACCEPT)
 _RESIDUAL = tl.constexpr(RESIDUAL)

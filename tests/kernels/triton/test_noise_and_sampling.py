@@ -120,3 +120,34 @@ def test_filters_over_a_larger_vocabulary(seed: int) -> None:
         ours, theirs = got[row] > -math.inf, expected[row] > -math.inf
         assert int((ours ^ theirs).sum()) <= 2
         assert torch.equal(got[row][ours], logits[row][ours])
+
+
+FILTERED_ROWS = [
+    (1.0, 0, 0.95, 0.0),
+    (0.8, 300, 0.9, 0.0),
+    (1.2, 50, 1.0, 0.001),
+    (0.0, 5, 0.5, 0.5),
+    (1.0, 4000, 1.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("vocab", [2047, 2048, 2049, 6200])
+def test_a_filtered_row_does_not_depend_on_the_rows_beside_it(vocab: int) -> None:
+    """Chunks that end with the vocabulary, one before and one behind it; values that come several times."""
+    logits = (torch.randn((len(FILTERED_ROWS), vocab), generator=generator(vocab)) * 8).round() / 4
+    logits[:, 100:200] = -math.inf
+    together, expected = filtered(logits, FILTERED_ROWS)
+    assert torch.equal(together, expected)
+    for row, settings in enumerate(FILTERED_ROWS):
+        alone, _ = filtered(logits[row : row + 1], [settings])
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("top_p", [1 - 2**-24, 1 - 2**-22])
+def test_a_share_that_rounding_may_keep_out_of_reach_keeps_everything(top_p: float) -> None:
+    logits = torch.randn((2, 5000), generator=generator(4)) * 0.01
+    logits[1, 5:] = -math.inf
+    got, _ = filtered(logits, [(1.0, 0, top_p, 0.0), (1.0, 4, top_p, 0.0)])
+    assert int((got[0] == logits[0]).sum()) >= 4998
+    assert torch.equal(got[1].topk(4).values, logits[1].topk(4).values)
+    assert int((got[1] > -math.inf).sum()) == 4
