@@ -1,7 +1,7 @@
 """How do raw logits become a token? See `reference.sampling`.
 
-Filters: `token_filters.py`. Draws: the vocabulary is cut in chunks of one fixed size, whatever the batch, so that a
-row's token does not depend on the rows beside it; a second launch takes the best of the chunks.
+Filters: `token_filters.py` and `filter_rows.py`. Draws: the vocabulary is cut in chunks of one fixed size, whatever the
+batch, so that a row's token does not depend on the rows beside it; a second launch takes the best of the chunks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from kernels.reference.sampling import apply_bias as apply_bias
 from kernels.reference.sampling import apply_penalties as apply_penalties
 from kernels.reference.sampling import counts_with_drafts as counts_with_drafts
 from kernels.reference.sampling import scale_logits as scale_logits
+from kernels.triton.filter_rows import filter_many_rows
 from kernels.triton.philox import gumbel_block, make_noise
-from kernels.triton.token_filters import behind_best
-from kernels.triton.token_filters import filter_logits as filter_logits
+from kernels.triton.token_filters import behind_best, filter_few_rows
 
 # Vocabulary entries of one program of a draw.
 CHUNK = 4096
+# Up to so many rows all of the device on each of them is quicker than a program on each: on an H200 and 128,256 tokens
+# 0.07 ms instead of 0.82 for one row, 0.26 instead of 0.83 for 16, 0.91 instead of 0.87 for 64.
+_FEW_ROWS = 48
 
 
 def chunk_size(vocab: int) -> int:
@@ -152,3 +155,19 @@ def gumbel_sample(
         num_warps=1,
     )
     return tokens
+
+
+def filter_logits(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """See `reference.sampling.filter_logits`. A row of logits is contiguous; nothing waits for the host.
+
+    The two ways add up a row's mass in different orders: a token that decides by a last bit whether top_p is reached
+    may be kept by one of them alone.
+    """
+    filter_rows = filter_few_rows if logits.shape[0] <= _FEW_ROWS else filter_many_rows
+    return filter_rows(logits, temperature, top_k, top_p, min_p)

@@ -1,4 +1,4 @@
-"""Which tokens do top-k, top-p and min-p leave? See `reference.sampling.filter_logits`.
+"""Which tokens do top-k, top-p and min-p leave, where there are few rows? See `reference.sampling.filter_logits`.
 
 Each filter keeps the tokens down to some distance behind the best one. For top-k and top-p the distance is the smallest
 within which there is enough: k tokens, or a share of the mass. It is found over the bit patterns of float32, which for
@@ -225,7 +225,7 @@ def _keep(
     tl.store(out_ptr + row * vocab + columns, kept, mask=columns < vocab)
 
 
-def filter_logits(
+def filter_few_rows(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,

@@ -97,7 +97,7 @@ class Warming:
         shape = self._buffers.uniform(num_rows, query_len)
         self._begin(plan, shape, scratch)
         self._forward.capture(shape, hidden_layers, greedy=True)
-        if num_rows == self._padding.warmed[0]:
+        if self._samples(num_rows):
             self._sample(shape, query_len)
         if scratch is not None:
             captured = self._forward.uniform(shape, hidden_layers, True, ()).captured
@@ -136,7 +136,7 @@ class Warming:
                 [chunk > 0] + [False] * (num_rows - 1),
             ),
         )
-        if not chunk and num_rows == self._padding.warmed[0]:
+        if not chunk and self._samples(num_rows):
             self._sample(shape, query_len)
         output = self._forward.ragged(shape, batch, hidden_layers)
         assert output.logits is not None
@@ -148,8 +148,12 @@ class Warming:
         if scratch is not None:
             self._entry(shape, num_rows, starts, output.captured, scratch)
 
+    def _samples(self, num_rows: int) -> bool:
+        """Whether sampling is warmed up at so many rows: few rows and many run different kernels."""
+        return num_rows in (self._padding.warmed[0], self._padding.warmed[-1])
+
     def _sample(self, shape: StepShape, query_len: int) -> None:
-        """What rows that are not greedy need behind their logits, whatever their number."""
+        """What rows that are not greedy need behind their logits."""
         rows, num_rows, decoder = self._plans.rows, shape.num_rows, self._forward.decoder
         starts = self._buffers.uniform_starts(num_rows, query_len)
         logits = torch.zeros((shape.num_tokens, decoder.config.vocab_size), device=decoder.device)

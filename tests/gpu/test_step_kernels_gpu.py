@@ -132,13 +132,16 @@ def test_noise_and_sampling(triton: KernelSet, plain: KernelSet, vocab: int) -> 
     same(drawn, plain.gumbel_sample(logits, temperature, seeds, positions, 3))
     top_k, one = ints(50, 0, 7, 1, 0, 300, 3), torch.ones(7, device=DEVICE)
     top_p, min_p = one * 0.93, torch.tensor([0, 0.05, 0, 0, 0, 0.001, 0], device=DEVICE)
-    with poisoned():
-        got = triton.filter_logits(logits, temperature, top_k, top_p, min_p)
-    expected = plain.filter_logits(logits, temperature, top_k, top_p, min_p)
-    # Sums in another order may end a token sooner or later, no more.
-    assert int(((got > -torch.inf) != (expected > -torch.inf)).sum(dim=1).max()) <= 2
-    kept = got > -torch.inf
-    same(got[kept], logits[kept])
+    for copies in (1, 8):  # few rows, and many
+        arguments = (logits, temperature, top_k, top_p, min_p)
+        many = tuple(argument.repeat(copies, *[1] * (argument.dim() - 1)) for argument in arguments)
+        with poisoned():
+            got = triton.filter_logits(*many)
+        expected = plain.filter_logits(*many)
+        # Sums in another order may end a token sooner or later, no more.
+        assert int(((got > -torch.inf) != (expected > -torch.inf)).sum(dim=1).max()) <= 2
+        kept = got > -torch.inf
+        same(got[kept], many[0][kept])
 
 
 @pytest.mark.parametrize(("vocab", "width"), [(70, 3), (49152, 4), (128256, 3)], ids=["small", "smollm2", "llama"])

@@ -32,6 +32,7 @@ from kernels.triton import (
     argmax,
     attention,
     commit_rows,
+    filter_rows,
     finish_reply,
     head_inputs,
     kv_write,
@@ -181,6 +182,7 @@ def sampling_kernels(shape: Shape) -> None:
     sampling.gumbel_noise(rows, rows, 1, 33)
     sampling.gumbel_sample(logits, ones, rows, rows, 1)
     sampling.filter_logits(logits, ones, rows.to(torch.int32), ones, ones)
+    filter_rows.filter_many_rows(logits, ones, rows.to(torch.int32), ones, ones)
     drafts, starts, probs = longs(2, 4), ints(3), torch.zeros((2, 4, vocab))
     verify.verify_greedy(logits, starts, drafts)
     some = torch.zeros(2, dtype=torch.bool)

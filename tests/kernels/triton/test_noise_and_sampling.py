@@ -81,6 +81,12 @@ ROWS = [
 ]
 
 
+@pytest.fixture(params=[1000, 0], ids=["few", "many"])
+def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to how many rows are few."""
+    monkeypatch.setattr(sampling, "_FEW_ROWS", request.param)
+
+
 def filtered(logits: torch.Tensor, rows: list[tuple[float, int, float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(kernel's, reference's) filtered logits."""
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
@@ -88,6 +94,7 @@ def filtered(logits: torch.Tensor, rows: list[tuple[float, int, float, float]]) 
     return sampling.filter_logits(*there(*arguments)).cpu(), plain_sampling.filter_logits(*arguments)
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("vocab", [13, 1])
 def test_filters_keep_what_the_reference_keeps(vocab: int) -> None:
     logits = torch.randn((len(ROWS), vocab), generator=generator(3)) * 2
@@ -95,6 +102,7 @@ def test_filters_keep_what_the_reference_keeps(vocab: int) -> None:
     assert got.tolist() == expected.tolist()
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_filters_keep_ties_and_live_with_what_is_excluded_already() -> None:
     logits = torch.tensor(
         [[1.0, 3.0, 2.0, 2.0], [-math.inf, 3.0, -math.inf, 2.0], [5.0, 5.0, 5.0, 5.0], [30.0, 31.0, -math.inf, 30.999]]
@@ -109,6 +117,7 @@ def test_filters_keep_ties_and_live_with_what_is_excluded_already() -> None:
     assert got.tolist() == expected.tolist()
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("seed", range(MANY // 2))
 def test_filters_over_a_larger_vocabulary(seed: int) -> None:
     """Several blocks of the vocabulary. Sums in another order may end a token sooner or later, no more."""
@@ -131,6 +140,7 @@ FILTERED_ROWS = [
 ]
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("vocab", [2047, 2048, 2049, 6200])
 def test_a_filtered_row_does_not_depend_on_the_rows_beside_it(vocab: int) -> None:
     """Chunks that end with the vocabulary, one before and one behind it; values that come several times."""
@@ -143,6 +153,7 @@ def test_a_filtered_row_does_not_depend_on_the_rows_beside_it(vocab: int) -> Non
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("top_p", [1 - 2**-24, 1 - 2**-22])
 def test_a_share_that_rounding_may_keep_out_of_reach_keeps_everything(top_p: float) -> None:
     logits = torch.randn((2, 5000), generator=generator(4)) * 0.01
