@@ -46,7 +46,8 @@ def _narrowed(sums_ptr, row, low, shift, wanted, NUM_CHUNKS: tl.constexpr, BLOCK
     sums_ptrs = sums_ptr + (row * NUM_CHUNKS + chunks) * _PARTS + parts[None, :]
     sums = tl.sum(tl.load(sums_ptrs, mask=chunks < NUM_CHUNKS, other=0.0), axis=0)
     first = tl.min(tl.where(sums >= wanted, parts, _PARTS), axis=0)
-    return tl.where(first < _PARTS, low + (first << shift), _INFINITY_BITS)
+    # What is no number lies beyond infinity.
+    return tl.minimum(tl.where(first < _PARTS, low + (first << shift), _INFINITY_BITS), _INFINITY_BITS)
 
 
 @triton.jit
