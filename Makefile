@@ -8,7 +8,7 @@ VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 # Processes that share out the tests; one where there is a GPU, whose tests start what they need side by side themselves.
-WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo 2)
+WORKERS ?= 0
 TORCH := torch>=2.11
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
