@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
-# Processes that share out the tests; one where there is a GPU, whose tests start what they need side by side themselves.
+# Processes that share out the tests; 0: none do.
 WORKERS ?= 0
 TORCH := torch>=2.11
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu

@@ -7,6 +7,7 @@ in what is stated here: biases, query/key norms, windows, rotary frequencies, ti
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,6 +19,17 @@ from engine.plain_config import read_plain_config
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+
+# Far beyond what anybody has made: what is larger is a mistake, to be told before memory is taken for it.
+LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "max_position_embeddings": 1 << 27,
+}
 
 # Rotary kinds whose frequencies do not depend on how long the sequence is.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -67,29 +79,33 @@ class ModelConfig:
         path = Path(directory)
         if not (path / "config.json").is_file():
             raise ModelError(f"{path}: not a model directory (no config.json)")
-        if (plain := read_plain_config(path / "config.json")) is not None:
-            return cls.from_hf_config(plain, _generation_eos(path))
-        # Only if needed: longer to import than all else that a start does.
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
-
+        eos_token_ids = _generation_eos(path)
         try:
-            hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
-        except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
-            raise ModelError(f"{path}: config.json cannot be read: {' '.join(str(error).split())}") from error
-        return cls.from_hf_config(hf_config, _generation_eos(path))
+            return cls.from_hf_config(_read_config(path), eos_token_ids)
+        except ModelError as error:
+            raise ModelError(f"{path}: config.json: {error}") from error
+        except Exception as error:  # a value of the wrong kind ends transformers' reading in any way
+            detail = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ModelError(f"{path}: config.json cannot be read: {detail}") from error
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
         """Of a transformers config object, or what `read_plain_config` gives. eos_token_ids: take these; else the
-        config's own.
+        config's own. ModelError names what is not supported, or can be no model's.
         """
         family = getattr(hf_config, "model_type", None)
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
         if hf_config.hidden_act != "silu":
             raise ModelError(f"hidden_act {hf_config.hidden_act!r} is not supported; only 'silu' is")
-        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        for name, largest in LARGEST.items():
+            _check_size(name, getattr(hf_config, name), largest)
+        head_dim = getattr(hf_config, "head_dim", None)
+        if head_dim is None:
+            head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+        _check_size("head_dim", head_dim, LARGEST["hidden_size"])
+        if not (isinstance(hf_config.rms_norm_eps, float | int) and 0 <= hf_config.rms_norm_eps < math.inf):
+            raise ModelError(f"rms_norm_eps must be a number from 0 on, got {hf_config.rms_norm_eps!r}")
         inv_freq, rope_scaling = rope_frequencies(hf_config, head_dim)
         attention_bias = bool(getattr(hf_config, "attention_bias", False))
         return cls(
@@ -111,7 +127,7 @@ class ModelConfig:
             o_bias=family != "qwen2" and attention_bias,
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
             qk_norm=family == "qwen3",
-            eos_token_ids=eos_token_ids or _as_ids(hf_config.eos_token_id),
+            eos_token_ids=eos_token_ids or _as_ids("eos_token_id", hf_config.eos_token_id),
             dtype=_as_dtype(getattr(hf_config, "dtype", None)),
         )
 
@@ -134,6 +150,8 @@ def rope_frequencies(hf_config: Any, head_dim: int) -> tuple[tuple[float, ...], 
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     if len(inv_freq) * 2 != head_dim:
         raise ModelError(f"rotary embedding turns {len(inv_freq) * 2} of {head_dim} dimensions; only whole heads do")
+    if not bool(((inv_freq > 0) & (inv_freq < math.inf)).all()):
+        raise ModelError(f"rope_parameters {dict(rope)} give rotary frequencies that are none")
     return tuple(inv_freq.tolist()), float(scaling)
 
 
@@ -157,27 +175,45 @@ def _layer_windows(hf_config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
+def _read_config(path: Path) -> Any:
+    if (plain := read_plain_config(path / "config.json")) is not None:
+        return plain
+    from transformers import AutoConfig  # only if needed: longer to import than all else that a start does
+
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def _check_size(name: str, value: object, largest: int) -> None:
+    if type(value) is not int or not 0 < value <= largest:
+        raise ModelError(f"{name} must be a whole number in 1..{largest}, got {value!r}")
+
+
 def _generation_eos(path: Path) -> tuple[int, ...]:
     file = path / "generation_config.json"
-    if not file.is_file():
+    if not file.exists():
         return ()
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not valid JSON: {error}") from error
-    return _as_ids(content.get("eos_token_id"))
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: must be a JSON object, got {type(content).__name__}")
+    return _as_ids(f"{file}: eos_token_id", content.get("eos_token_id"))
 
 
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def _as_ids(name: str, value: object) -> tuple[int, ...]:
+    """-1, as some write for none, is an id that no token has."""
+    ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    for one in ids:
+        if type(one) is not int or not -1 <= one <= LARGEST["vocab_size"]:
+            raise ModelError(f"{name} must be a token id, or a list of them, got {value!r}")
+    return tuple(ids)
+
+
+def _as_dtype(value: object) -> torch.dtype:
     if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _as_dtype(value: torch.dtype | str | None) -> torch.dtype:
-    if isinstance(value, torch.dtype):
-        return value
-    dtype = getattr(torch, value, None) if isinstance(value, str) else torch.float32
+        return torch.float32
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
         raise ModelError(f"dtype {value!r} is not a torch dtype")
     return dtype

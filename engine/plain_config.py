@@ -27,7 +27,7 @@ NUMBERS = (
 # Off in every family, where the file does not say.
 SWITCHES = ("attention_bias", "mlp_bias")
 # What gives a file rules of its own.
-ELSEWHERE = ("auto_map", "configuration_files", "partial_rotary_factor", "text_config")
+ELSEWHERE = ("attribute_map", "auto_map", "configuration_files", "partial_rotary_factor", "text_config")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -35,7 +35,7 @@ def read_plain_config(file: Path) -> SimpleNamespace | None:
     """A model's config, by the names of transformers' config objects; None: ask transformers."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(raw, dict) or any(key in raw for key in ELSEWHERE):
         return None

@@ -29,6 +29,8 @@ from target_service.messages import StepRequest
 
 # Query tokens from which on attention takes another form.
 LONG_CHUNK = 32
+# Rows of logits, few and many, which are filtered by different kernels (kernels/triton/sampling.py).
+FILTERED_ROWS = (1, 64)
 _NO_STEP = StepRequest(1, "", 0, (), 0, 0)
 
 Take = Callable[[Launch, int, torch.Tensor | None], None]
@@ -97,7 +99,7 @@ class Warming:
         shape = self._buffers.uniform(num_rows, query_len)
         self._begin(plan, shape, scratch)
         self._forward.capture(shape, hidden_layers, greedy=True)
-        if self._samples(num_rows):
+        if num_rows == self._padding.warmed[0]:
             self._sample(shape, query_len)
         if scratch is not None:
             captured = self._forward.uniform(shape, hidden_layers, True, ()).captured
@@ -136,7 +138,7 @@ class Warming:
                 [chunk > 0] + [False] * (num_rows - 1),
             ),
         )
-        if not chunk and self._samples(num_rows):
+        if not chunk and num_rows == self._padding.warmed[0]:
             self._sample(shape, query_len)
         output = self._forward.ragged(shape, batch, hidden_layers)
         assert output.logits is not None
@@ -148,21 +150,18 @@ class Warming:
         if scratch is not None:
             self._entry(shape, num_rows, starts, output.captured, scratch)
 
-    def _samples(self, num_rows: int) -> bool:
-        """Whether sampling is warmed up at so many rows: few rows and many run different kernels."""
-        return num_rows in (self._padding.warmed[0], self._padding.warmed[-1])
-
     def _sample(self, shape: StepShape, query_len: int) -> None:
-        """What rows that are not greedy need behind their logits."""
+        """What rows that are not greedy need behind their logits, whatever their number."""
         rows, num_rows, decoder = self._plans.rows, shape.num_rows, self._forward.decoder
-        starts = self._buffers.uniform_starts(num_rows, query_len)
-        logits = torch.zeros((shape.num_tokens, decoder.config.vocab_size), device=decoder.device)
-        owners = self._buffers.uniform_owners(num_rows, query_len)
-        names = ("temperature", "top_k", "top_p", "min_p")
-        logits = self._kernels.filter_logits(logits, *(rows[name][:num_rows][owners] for name in names))
+        vocab_size, device = decoder.config.vocab_size, decoder.device
+        for count in FILTERED_ROWS:
+            logits = torch.zeros((count, vocab_size), device=device)
+            owners = torch.zeros(count, dtype=torch.int64, device=device)
+            names = ("temperature", "top_k", "top_p", "min_p")
+            self._kernels.filter_logits(logits, *(rows[name][owners] for name in names))
         self._kernels.verify(
-            logits,
-            starts,
+            torch.zeros((shape.num_tokens, vocab_size), device=device),
+            self._buffers.uniform_starts(num_rows, query_len),
             shape.drafts,
             rows["temperature"][:num_rows],
             rows["seeds"][:num_rows],

@@ -95,9 +95,16 @@ def start_ranks(config: TargetConfig, directory: Path) -> Ranks | None:
         # Warming up takes rows that no plan has.
         most_launch_bytes(2 * config.num_seats, model.num_layers),
     )
-    # With device execution, which on a GPU the attention decides, as many orders as steps may be under way.
-    is_host = config.execution == "host" or (config.execution == "auto" and config.device == "cpu")
-    return Ranks(config, directory, order_bytes, 2 if is_host else config.channel_depth)
+    return Ranks(config, directory, order_bytes, board_depth(config))
+
+
+def board_depth(config: TargetConfig) -> int:
+    """Orders that the board holds: with device execution as many as steps may be under way, or publishing one would
+    wait. Made before the model is loaded, whose attention may yet decide for host execution.
+    """
+    if config.execution == "host" or (config.execution == "auto" and config.device == "cpu"):
+        return 2
+    return config.channel_depth
 
 
 def join_ranks(ranks: Ranks, config: TargetConfig, model: LoadedModel, blocks: RequestBlocks) -> ShardedForward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,21 @@ def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> No
     file.write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):
         ModelConfig.from_directory(directory)
+    wrong: tuple[object, ...] = (
+        [],
+        None,
+        "x",
+        {"eos_token_id": 1.5},
+        {"eos_token_id": "2"},
+        {"eos_token_id": [2, True]},
+    )
+    for content in wrong:
+        file.write_text(json.dumps(content))
+        with pytest.raises(ModelError, match=r"generation_config\.json: "):
+            ModelConfig.from_directory(directory)
+    file.write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="not valid JSON"):
+        ModelConfig.from_directory(directory)
     file.unlink()
     assert ModelConfig.from_directory(directory).eos_token_ids == (2,)
     assert ModelConfig.from_directory(directory).dtype == torch.float32
@@ -54,3 +70,37 @@ def test_unsupported_models_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         ModelConfig.from_directory(tmp_path)
+
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "num_hidden_layers": (0, -1, 10**9, 10**30, "2", None, True),
+    "num_attention_heads": (0, "4"),
+    "head_dim": (0, -64, 10**12, 10**30, "16"),
+    "max_position_embeddings": (0, 10**12, 10**30),
+    "vocab_size": (0, 1.5),
+    "rms_norm_eps": (-1e-5, math.nan, math.inf, "x", None),
+    "rope_parameters": (
+        *({"rope_type": "default", "rope_theta": theta} for theta in (0.0, -1.0, math.nan, 10**30, "1e4", None)),
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": "2"},
+        3,
+    ),
+    "eos_token_id": (1.5, "x", [[2]], 10**30),
+    "dtype": (3, "torch.float33"),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("key", WRONG)
+def test_what_can_be_no_models_is_told_in_one_line(tmp_path: Path, family: str, key: str) -> None:
+    """Whoever reads the file, and before memory is taken for it."""
+    directory = make_tiny_model(tmp_path / "m", family)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    file = directory / "config.json"
+    right = json.loads(file.read_text())
+    for value in WRONG[key]:
+        file.write_text(json.dumps({**right, key: value}))
+        with pytest.raises(ModelError) as error:
+            ModelConfig.from_directory(directory)
+        assert "\n" not in str(error.value)
+        assert str(error.value).startswith(f"{directory}: config.json"), value

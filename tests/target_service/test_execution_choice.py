@@ -11,6 +11,7 @@ from engine.errors import ConfigError
 from kernels.attention.interface import AttentionBackend
 from target_service.config import TargetConfig
 from target_service.model import runs_on_device
+from target_service.pcp.service import board_depth
 
 
 class _Backend:
@@ -41,6 +42,17 @@ def test_auto_on_gpus(
     devices = {f"cuda:{rank % num_gpus}" for rank in range(pcp_size)}
     assert {chosen(config, device) for device in devices} == {on_device}
     assert {chosen(config, device, needs_host_lens=True) for device in devices} == {False}
+
+
+@pytest.mark.parametrize("execution", ["host", "auto", "device"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_the_board_holds_all_steps_that_may_be_under_way(
+    monkeypatch: pytest.MonkeyPatch, execution: str, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    raw = {"device": device, "execution": execution, "pcp_size": 2, "channel_depth": 6}
+    config = TargetConfig.model_validate(raw)
+    assert board_depth(config) == (6 if chosen(config, device) else 2)
 
 
 def test_auto_on_a_cpu() -> None:

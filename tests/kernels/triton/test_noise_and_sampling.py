@@ -84,7 +84,7 @@ ROWS = [
 @pytest.fixture(params=[1000, 0], ids=["few", "many"])
 def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to how many rows are few."""
-    monkeypatch.setattr(sampling, "_FEW_ROWS", request.param)
+    monkeypatch.setattr(sampling, "FEW_ROWS", request.param)
 
 
 def filtered(logits: torch.Tensor, rows: list[tuple[float, int, float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,3 +162,14 @@ def test_a_share_that_rounding_may_keep_out_of_reach_keeps_everything(top_p: flo
     assert int((got[0] == logits[0]).sum()) >= 4998
     assert torch.equal(got[1].topk(4).values, logits[1].topk(4).values)
     assert int((got[1] > -math.inf).sum()) == 4
+
+
+def test_what_is_no_number_is_filtered_alike_by_few_and_by_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, math.nan, 0.0, math.nan]] * 3)
+    rows = [(1.0, 5, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
+    kept = []
+    for few in (1000, 0):
+        monkeypatch.setattr(sampling, "FEW_ROWS", few)
+        got, _ = filtered(logits, rows)
+        kept.append(got.nan_to_num(nan=99.0).tolist())
+    assert kept[0] == kept[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from target_service.assembly import warm_up
 from target_service.device.plan_buffer import HostPlan, PlanBuffer
+from target_service.device.warming import FILTERED_ROWS
 from tests.target_service.device.bench import Bench, Planner, outputs_without_drafts
 from tests.target_service.device.local_drafter import LocalDrafter
 from tests.target_service.device.test_equality import known_of, make_requests
@@ -50,6 +53,36 @@ def test_jobs_change_nothing(tiny_dir: Path) -> None:
         assert request.generated == expected[request.request_id]
     seats = {request.request_id: index for index, request in enumerate(requests)}
     assert len(seats) == 4
+
+
+@pytest.mark.parametrize("graph_rows", [[1, 2], [64]])
+def test_few_rows_and_many_have_been_filtered(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, graph_rows: list[int]
+) -> None:
+    """Whatever row counts are warmed up: what runs first in a step that is served is compiled in it."""
+    bench = Bench(tiny_dir, graph_rows=graph_rows)
+    runner = bench.engine.device_runner
+    assert runner is not None
+    kernels = runner._kernels
+    counts: set[int] = set()
+
+    def filter_logits(logits: torch.Tensor, *settings: torch.Tensor) -> torch.Tensor:
+        counts.add(logits.shape[0])
+        return kernels.filter_logits(logits, *settings)
+
+    monkeypatch.setattr(runner._warming, "_kernels", replace(kernels, filter_logits=filter_logits))
+    with torch.inference_mode():
+        for job in runner.warm_up_jobs((), (1,), None):
+            job()
+    assert counts == set(FILTERED_ROWS)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
+def test_the_counts_of_rows_are_on_both_sides() -> None:
+    from kernels.triton.sampling import FEW_ROWS
+
+    few, many = FILTERED_ROWS
+    assert few <= FEW_ROWS < many
 
 
 def test_where_there_is_nothing_to_warm(tiny_dir: Path) -> None:
