@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from typing import Any
 
 import grpc
@@ -28,6 +29,8 @@ STOP_GRACE_S = 2.0
 STOP_PATIENCE_S = 3.0  # for the library to say that all calls have ended
 DRAIN_POLL_S = 0.05
 REFLECTION_S = 10.0  # between two questions on one stream
+
+GARBLED = "a message that cannot be decoded"
 
 _log = logging.getLogger(__name__)
 
@@ -113,9 +116,18 @@ class _RequestDeadline(grpc.ServerInterceptor):  # type: ignore[type-arg]  # the
         )
 
 
+class _Garbled:
+    """Stands for a message that is none of its method's."""
+
+
+_GARBLED = _Garbled()
+
+
 class _Decoding(grpc.ServerInterceptor):  # type: ignore[type-arg]  # as above
-    """A message that is none of the method's ends its call with INTERNAL, which is the library's own way, and one line
-    here, where the library would log a traceback.
+    """A message that is none of the method's ends its call with INVALID_ARGUMENT, and is one line here.
+
+    The library would log a traceback, and at times keep the call for ever: it ends a stream of requests itself then,
+    while the method, whose requests have come to an end, ends it too.
     """
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
@@ -128,10 +140,37 @@ class _Decoding(grpc.ServerInterceptor):  # type: ignore[type-arg]  # as above
             try:
                 return handler.request_deserializer(message)
             except DecodeError:
-                _log.warning("%s: a message that cannot be decoded", details.method)
-                return None  # to the library: there is no message
+                _log.warning("%s: %s", details.method, GARBLED)
+                return _GARBLED
 
-        return handler._replace(request_deserializer=decode)
+        checked = _of_stream if handler.request_streaming else _of_one
+        kinds = ("stream_stream", "stream_unary", "unary_stream", "unary_unary")
+        answers = {kind: checked(answer) for kind in kinds if (answer := getattr(handler, kind)) is not None}
+        return handler._replace(request_deserializer=decode, **answers)
+
+
+def _of_one(answer: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(answer)  # its attributes are the library's: health's streams say by one that they hold no thread
+    def respond(request: Any, context: grpc.ServicerContext, *rest: Any) -> Any:
+        if request is _GARBLED:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, GARBLED)
+        return answer(request, context, *rest)
+
+    return respond
+
+
+def _of_stream(answer: Callable[[Any, Any], Any]) -> Callable[[Iterator[Any], grpc.ServicerContext], Any]:
+    """To the method a garbled message is the end of the requests; to the peer it is why the call ended."""
+
+    def decodable(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        for request in requests:
+            if request is _GARBLED:
+                context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
+                context.set_details(GARBLED)
+                return
+            yield request
+
+    return lambda requests, context: answer(decodable(requests, context), context)
 
 
 class _Reflection:

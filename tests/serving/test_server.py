@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import serving.server
 from engine.errors import ConfigError
-from serving.server import RpcServer
+from serving.server import MAX_STREAMS, RpcServer
 
 
 def test_a_reflection_stream_that_asks_nothing_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,13 +53,15 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 @pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", REFLECTION])
 def test_a_message_that_cannot_be_decoded_is_one_line(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And nothing is left of its call, which would hold up the stop."""
     server = RpcServer("127.0.0.1:0", "test.listen", "test.Test", lambda _: None)
     server.start()
     try:
         with grpc.insecure_channel(server.address) as channel, caplog.at_level(logging.INFO):
             with pytest.raises(grpc.RpcError) as refused:
                 list(channel.stream_stream(method, bytes, bytes)(iter([b"\xff garbage"]), timeout=20))
-            assert refused.value.code() == grpc.StatusCode.INTERNAL
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details() == "a message that cannot be decoded"
     finally:
         server.stop()
         server.close()
@@ -98,5 +100,22 @@ def test_a_call_whose_request_does_not_come_gives_its_place_back(monkeypatch: py
     finally:
         for _ in range(4):
             silence.put(None)
+        server.stop()
+        server.close()
+
+
+def test_whoever_watches_the_health_holds_no_thread() -> None:
+    server = RpcServer("127.0.0.1:0", "test.listen", "test.Test", lambda _: None)
+    server.start()
+    try:
+        with grpc.insecure_channel(server.address) as channel:
+            watch = channel.unary_stream(
+                "/grpc.health.v1.Health/Watch", bytes, health_pb2.HealthCheckResponse.FromString
+            )
+            watches: list[Any] = [watch(b"", timeout=30) for _ in range(MAX_STREAMS + 6)]
+            assert {next(states).status for states in watches} == {health_pb2.HealthCheckResponse.SERVING}
+            for states in watches:
+                states.cancel()
+    finally:
         server.stop()
         server.close()
